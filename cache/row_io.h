@@ -1,0 +1,57 @@
+// Columns that several tables share, between Statement and values. Internal to
+// cache/.
+
+#ifndef KILN_CACHE_ROW_IO_H_
+#define KILN_CACHE_ROW_IO_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/strings/string_view.h"
+#include "cache/records.h"
+#include "cache/row_codec.h"
+#include "cache/sqlite_db.h"
+
+namespace kiln {
+
+inline constexpr absl::string_view kRowDigestProblem =
+    "columns do not match the row's digest";
+inline constexpr absl::string_view kPreimageProblem =
+    "key is not the digest of its pre-image";
+
+// Reads the four provenance columns from `column` on.
+inline ProvenanceColumns ReadProvenance(const Statement& select, int column) {
+  return {.created_unix = select.Integer(column),
+          .host_name = select.Bytes(column + 1),
+          .device_name = select.Bytes(column + 2),
+          .tool_version = select.Bytes(column + 3)};
+}
+
+// Binds the four provenance columns from `index` on.
+inline void BindProvenance(const ProvenanceColumns& columns, int index,
+                           Statement* insert) {
+  insert->BindInteger(index, columns.created_unix);
+  insert->BindText(index + 1, columns.host_name);
+  insert->BindText(index + 2, columns.device_name);
+  insert->BindText(index + 3, columns.tool_version);
+}
+
+inline Provenance ToProvenance(const ProvenanceColumns& columns) {
+  return {.created_unix = columns.created_unix,
+          .host_name = std::string(columns.host_name),
+          .device_name = std::string(columns.device_name),
+          .tool_version = std::string(columns.tool_version)};
+}
+
+// Views into `provenance`.
+inline ProvenanceColumns FromProvenance(const Provenance& provenance,
+                                        int64_t now) {
+  return {.created_unix = now,
+          .host_name = provenance.host_name,
+          .device_name = provenance.device_name,
+          .tool_version = provenance.tool_version};
+}
+
+}  // namespace kiln
+
+#endif  // KILN_CACHE_ROW_IO_H_

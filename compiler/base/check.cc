@@ -1,0 +1,13 @@
+#include "compiler/base/check.h"
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace kiln::internal {
+
+void CheckFailed(const char* file, int line, const char* text) {
+  std::fprintf(stderr, "%s:%d: check failed: %s\n", file, line, text);
+  std::abort();
+}
+
+}  // namespace kiln::internal

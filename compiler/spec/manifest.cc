@@ -1,0 +1,401 @@
+#include "compiler/spec/manifest.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "compiler/base/file_util.h"
+#include "compiler/base/status_macros.h"
+#include "compiler/spec/json_reader.h"
+
+namespace kiln {
+namespace {
+
+constexpr absl::string_view kSchema = "kiln.model/1";
+
+// Reads the members of one object: each by name, then none may be left.
+class ObjectReader {
+ public:
+  ObjectReader(absl::string_view file, const JsonNode& node,
+               absl::string_view what)
+      : file_(file), node_(node), what_(what) {}
+
+  // An object with no key but `known`. Comes before any key is read, so that a
+  // misspelt key is called unknown rather than missing.
+  absl::Status CheckKeys(std::initializer_list<absl::string_view> known) const {
+    if (node_.kind != JsonNode::Kind::kObject) {
+      return Error(node_, absl::StrCat(what_, " must be an object, found ",
+                                       JsonExcerpt(node_)));
+    }
+    for (const JsonNode::Member& member : node_.members) {
+      if (std::find(known.begin(), known.end(), member.key) == known.end()) {
+        return JsonError(
+            file_, member.line, member.column,
+            absl::StrCat("unknown key ", JsonQuote(member.key), " in ", what_,
+                         "; known: ", absl::StrJoin(known, ", ")));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<const JsonNode*> Required(absl::string_view key,
+                                           JsonNode::Kind kind) {
+    const JsonNode* value = Optional(key);
+    if (value == nullptr) {
+      return Error(node_, absl::StrCat(what_, " lacks the key \"", key, "\""));
+    }
+    if (value->kind != kind) {
+      return Error(*value,
+                   absl::StrCat("\"", key, "\" must be ", JsonKindName(kind),
+                                ", found ", JsonExcerpt(*value)));
+    }
+    return value;
+  }
+
+  const JsonNode* Optional(absl::string_view key) const {
+    return node_.Find(key);
+  }
+
+  // An integer in [low, high] that `multiple` divides.
+  absl::StatusOr<int64_t> Integer(absl::string_view key, int64_t low,
+                                  int64_t high, int64_t multiple = 1) {
+    ASSIGN_OR_RETURN(const JsonNode* value,
+                     Required(key, JsonNode::Kind::kInteger));
+    return IntegerOf(*value, key, low, high, multiple);
+  }
+
+  absl::StatusOr<int64_t> IntegerOf(const JsonNode& value,
+                                    absl::string_view key, int64_t low,
+                                    int64_t high, int64_t multiple = 1) const {
+    if (value.kind != JsonNode::Kind::kInteger) {
+      return Error(value, absl::StrCat("\"", key, "\" must be an integer, ",
+                                       "found ", JsonExcerpt(value)));
+    }
+    if (value.integer < low || value.integer > high) {
+      return Error(value, absl::StrCat("\"", key, "\" is ", value.integer,
+                                       ", must be within ", low, "..", high));
+    }
+    if (value.integer % multiple != 0) {
+      return Error(value, absl::StrCat("\"", key, "\" is ", value.integer,
+                                       ", must be a multiple of ", multiple,
+                                       " (the Hadamard block)"));
+    }
+    return value.integer;
+  }
+
+  // One word of a list of (spelling, value) pairs.
+  template <typename T>
+  absl::StatusOr<T> Word(
+      absl::string_view key,
+      const std::vector<std::pair<absl::string_view, T>>& words) {
+    ASSIGN_OR_RETURN(const JsonNode* value,
+                     Required(key, JsonNode::Kind::kString));
+    for (const auto& [spelling, meaning] : words) {
+      if (spelling == value->text) return meaning;
+    }
+    const std::string known =
+        absl::StrJoin(words, ", ", [](std::string* out, const auto& word) {
+          absl::StrAppend(out, "\"", word.first, "\"");
+        });
+    return Error(*value, absl::StrCat("\"", key, "\" is ", JsonExcerpt(*value),
+                                      ", must be one of ", known));
+  }
+
+  absl::StatusOr<std::string> Name(absl::string_view key) {
+    ASSIGN_OR_RETURN(const JsonNode* value,
+                     Required(key, JsonNode::Kind::kString));
+    if (value->text.empty() || value->text.size() > kNameBytesMax) {
+      return Error(*value,
+                   absl::StrCat("\"", key, "\" has ", value->text.size(),
+                                " bytes, must have 1..", kNameBytesMax));
+    }
+    for (const char c : value->text) {
+      if (static_cast<unsigned char>(c) < 0x20 || c == 0x7F) {
+        return Error(*value,
+                     absl::StrCat("\"", key, "\" is ", JsonExcerpt(*value),
+                                  ", must not contain control "
+                                  "characters"));
+      }
+    }
+    return value->text;
+  }
+
+  absl::Status Error(const JsonNode& node, absl::string_view message) const {
+    return JsonError(file_, node, message);
+  }
+
+ private:
+  absl::string_view file_;
+  const JsonNode& node_;
+  std::string what_;
+};
+
+absl::StatusOr<Bits> ParseBits(absl::string_view file, ObjectReader* weights) {
+  // K of every EXL3 codebook; see the format's rate table.
+  constexpr int64_t kBitsMin = 1;
+  constexpr int64_t kBitsMax = 8;
+  const JsonNode* node = weights->Optional("bits");
+  if (node != nullptr && node->kind == JsonNode::Kind::kObject) {
+    ObjectReader reader(file, *node, "\"bits\"");
+    RETURN_IF_ERROR(reader.CheckKeys({"gate", "up", "down"}));
+    Bits bits;
+    for (auto [key, field] : {std::pair{"gate", &bits.gate},
+                              {"up", &bits.up},
+                              {"down", &bits.down}}) {
+      ASSIGN_OR_RETURN(const int64_t value,
+                       reader.Integer(key, kBitsMin, kBitsMax));
+      *field = static_cast<int>(value);
+    }
+    return bits;
+  }
+  ASSIGN_OR_RETURN(const int64_t value,
+                   weights->Integer("bits", kBitsMin, kBitsMax));
+  const int bits = static_cast<int>(value);
+  return Bits{.gate = bits, .up = bits, .down = bits};
+}
+
+absl::StatusOr<Weights> ParseWeights(absl::string_view file,
+                                     const JsonNode& node) {
+  ObjectReader reader(file, node, "\"weights\"");
+  RETURN_IF_ERROR(reader.CheckKeys({"format", "codebook", "bits", "scales"}));
+  Weights weights;
+  ASSIGN_OR_RETURN(
+      weights.format,
+      reader.Word<WeightFormat>("format", {{"exl3", WeightFormat::kExl3}}));
+  ASSIGN_OR_RETURN(
+      weights.codebook,
+      reader.Word<Codebook>("codebook", {{"3inst", Codebook::k3Inst},
+                                         {"mcg", Codebook::kMcg},
+                                         {"mul1", Codebook::kMul1}}));
+  ASSIGN_OR_RETURN(weights.bits, ParseBits(file, &reader));
+  if (reader.Optional("scales") != nullptr) {
+    ASSIGN_OR_RETURN(
+        weights.shared_scales,
+        reader.Word<bool>("scales", {{"per_expert", false}, {"shared", true}}));
+  }
+  return weights;
+}
+
+// A count, or a list of ascending layer ids.
+absl::StatusOr<std::vector<int64_t>> ParseLayers(ObjectReader* reader) {
+  std::vector<int64_t> layers;
+  const JsonNode* node = reader->Optional("layers");
+  if (node == nullptr || node->kind != JsonNode::Kind::kArray) {
+    ASSIGN_OR_RETURN(const int64_t count,
+                     reader->Integer("layers", 1, kLayersMax));
+    for (int64_t i = 0; i < count; ++i) layers.push_back(i);
+    return layers;
+  }
+  if (node->items.empty()) {
+    return reader->Error(*node, "\"layers\" is empty, must name a layer");
+  }
+  for (const JsonNode& item : node->items) {
+    ASSIGN_OR_RETURN(const int64_t layer,
+                     reader->IntegerOf(item, "layers", 0, kLayersMax - 1));
+    if (!layers.empty() && layer <= layers.back()) {
+      return reader->Error(
+          item, absl::StrCat("\"layers\" has ", layer, " after ", layers.back(),
+                             ", must ascend without repeats"));
+    }
+    layers.push_back(layer);
+  }
+  return layers;
+}
+
+absl::StatusOr<std::vector<uint32_t>> ParseCapacities(ObjectReader* reader) {
+  ASSIGN_OR_RETURN(const JsonNode* node,
+                   reader->Required("capacities", JsonNode::Kind::kArray));
+  if (node->items.empty() || node->items.size() > kCapacitiesMax) {
+    return reader->Error(
+        *node, absl::StrCat("\"capacities\" has ", node->items.size(),
+                            " entries, must have 1..", kCapacitiesMax));
+  }
+  std::vector<uint32_t> capacities;
+  for (const JsonNode& item : node->items) {
+    ASSIGN_OR_RETURN(const int64_t value,
+                     reader->IntegerOf(item, "capacities", 1, kCapacityMax));
+    if (!capacities.empty() && value == capacities.back()) {
+      return reader->Error(
+          item, absl::StrCat("\"capacities\" has ", value, " twice"));
+    }
+    if (!capacities.empty() && value < capacities.back()) {
+      return reader->Error(item,
+                           absl::StrCat("\"capacities\" has ", value, " after ",
+                                        capacities.back(), ", must ascend"));
+    }
+    capacities.push_back(static_cast<uint32_t>(value));
+  }
+  return capacities;
+}
+
+absl::StatusOr<Request> ParseRequest(absl::string_view file,
+                                     const JsonNode& node) {
+  ObjectReader reader(file, node, "request");
+  RETURN_IF_ERROR(reader.CheckKeys(
+      {"name", "op", "layers", "hidden", "intermediate", "experts", "top_k",
+       "activation", "io_dtype", "id_dtype", "weights", "recipe", "capacities",
+       "deterministic"}));
+  Request request;
+  RequestGeometry& geometry = request.geometry;
+  ASSIGN_OR_RETURN(request.name, reader.Name("name"));
+  ASSIGN_OR_RETURN(geometry.op,
+                   reader.Word<Op>("op", {{"fused_moe", Op::kFusedMoe}}));
+  ASSIGN_OR_RETURN(request.layers, ParseLayers(&reader));
+  ASSIGN_OR_RETURN(geometry.hidden,
+                   reader.Integer("hidden", 128, kHiddenMax, 128));
+  ASSIGN_OR_RETURN(geometry.intermediate,
+                   reader.Integer("intermediate", 128, kIntermediateMax, 128));
+  ASSIGN_OR_RETURN(geometry.experts, reader.Integer("experts", 1, kExpertsMax));
+  ASSIGN_OR_RETURN(geometry.top_k, reader.Integer("top_k", 1, kTopKMax));
+  if (geometry.top_k > geometry.experts) {
+    return reader.Error(
+        *node.Find("top_k"),
+        absl::StrCat("\"top_k\" is ", geometry.top_k,
+                     ", must be at most \"experts\" (", geometry.experts, ")"));
+  }
+  ASSIGN_OR_RETURN(
+      geometry.activation,
+      reader.Word<Activation>("activation", {{"silu", Activation::kSilu}}));
+  ASSIGN_OR_RETURN(geometry.io_dtype,
+                   reader.Word<DType>("io_dtype", {{"bf16", DType::kBf16},
+                                                   {"f16", DType::kF16}}));
+  ASSIGN_OR_RETURN(geometry.id_dtype,
+                   reader.Word<DType>("id_dtype", {{"i32", DType::kI32},
+                                                   {"i64", DType::kI64}}));
+  ASSIGN_OR_RETURN(const JsonNode* weights,
+                   reader.Required("weights", JsonNode::Kind::kObject));
+  ASSIGN_OR_RETURN(geometry.weights, ParseWeights(file, *weights));
+  ASSIGN_OR_RETURN(geometry.recipe,
+                   reader.Word<Recipe>("recipe", {{"w4a16", Recipe::kW4A16}}));
+  ASSIGN_OR_RETURN(request.capacities, ParseCapacities(&reader));
+  if (reader.Optional("deterministic") != nullptr) {
+    ASSIGN_OR_RETURN(const JsonNode* value,
+                     reader.Required("deterministic", JsonNode::Kind::kBool));
+    geometry.deterministic = value->boolean;
+  }
+  return request;
+}
+
+}  // namespace
+
+absl::StatusOr<Manifest> ParseManifest(absl::string_view text,
+                                       absl::string_view file) {
+  ASSIGN_OR_RETURN(const JsonNode root, ParseJson(text, file));
+  ObjectReader reader(file, root, "manifest");
+  // Before the keys: another schema may well have others.
+  if (root.kind == JsonNode::Kind::kObject) {
+    ASSIGN_OR_RETURN(const JsonNode* schema,
+                     reader.Required("schema", JsonNode::Kind::kString));
+    if (schema->text != kSchema) {
+      return reader.Error(*schema,
+                          absl::StrCat("\"schema\" is ", JsonExcerpt(*schema),
+                                       ", this build reads \"", kSchema, "\""));
+    }
+  }
+  RETURN_IF_ERROR(reader.CheckKeys({"schema", "name", "requests"}));
+  Manifest manifest;
+  ASSIGN_OR_RETURN(manifest.name, reader.Name("name"));
+  ASSIGN_OR_RETURN(const JsonNode* requests,
+                   reader.Required("requests", JsonNode::Kind::kArray));
+  if (requests->items.empty() || requests->items.size() > kRequestsMax) {
+    return reader.Error(
+        *requests, absl::StrCat("\"requests\" has ", requests->items.size(),
+                                " entries, must have 1..", kRequestsMax));
+  }
+  std::map<std::string, uint32_t> first_line;
+  for (const JsonNode& item : requests->items) {
+    ASSIGN_OR_RETURN(Request request, ParseRequest(file, item));
+    const auto [it, inserted] = first_line.emplace(request.name, item.line);
+    if (!inserted) {
+      return reader.Error(
+          *item.Find("name"),
+          absl::StrCat("duplicate request name ", JsonQuote(request.name),
+                       ", first used by the request on line ", it->second));
+    }
+    manifest.requests.push_back(std::move(request));
+  }
+  return manifest;
+}
+
+absl::StatusOr<Manifest> ReadManifest(const std::string& path) {
+  ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kManifestBytesMax));
+  return ParseManifest(text, path);
+}
+
+std::string ManifestToJson(const Manifest& manifest) {
+  using Json = nlohmann::ordered_json;
+  Json root;
+  root["schema"] = std::string(kSchema);
+  root["name"] = manifest.name;
+  root["requests"] = Json::array();
+  for (const Request& request : manifest.requests) {
+    const RequestGeometry& geometry = request.geometry;
+    const Weights& weights = geometry.weights;
+    Json out;
+    out["name"] = request.name;
+    out["op"] = std::string(OpName(geometry.op));
+    out["layers"] = request.layers;
+    out["hidden"] = geometry.hidden;
+    out["intermediate"] = geometry.intermediate;
+    out["experts"] = geometry.experts;
+    out["top_k"] = geometry.top_k;
+    out["activation"] = std::string(ActivationName(geometry.activation));
+    out["io_dtype"] = std::string(DTypeName(geometry.io_dtype));
+    out["id_dtype"] = std::string(DTypeName(geometry.id_dtype));
+    Json& json_weights = out["weights"];
+    json_weights["format"] = std::string(WeightFormatName(weights.format));
+    json_weights["codebook"] = std::string(CodebookName(weights.codebook));
+    json_weights["bits"] = {{"gate", weights.bits.gate},
+                            {"up", weights.bits.up},
+                            {"down", weights.bits.down}};
+    json_weights["scales"] = weights.shared_scales ? "shared" : "per_expert";
+    out["recipe"] = std::string(RecipeName(geometry.recipe));
+    out["capacities"] = request.capacities;
+    out["deterministic"] = geometry.deterministic;
+    root["requests"].push_back(std::move(out));
+  }
+  return root.dump(1) + "\n";
+}
+
+absl::StatusOr<std::vector<PlannedRequest>> Canonicalize(
+    const Manifest& manifest, uint32_t capacity_max) {
+  std::map<RequestGeometry, PlannedRequest> merged;
+  for (const Request& request : manifest.requests) {
+    std::vector<uint32_t> kept;
+    for (const uint32_t capacity : request.capacities) {
+      if (capacity_max == 0 || capacity <= capacity_max) {
+        kept.push_back(capacity);
+      }
+    }
+    if (kept.empty()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "request \"", request.name, "\" has no capacity of at most ",
+          capacity_max, "; its smallest is ", request.capacities.front()));
+    }
+    PlannedRequest& planned = merged[request.geometry];
+    if (planned.names.empty()) {
+      planned.geometry = request.geometry;
+      planned.capacities = kept;
+      Request view = request;
+      view.capacities = kept;
+      planned.intervals = view.Intervals();
+    } else if (planned.capacities != kept) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "requests \"", planned.names.front(), "\" and \"", request.name,
+          "\" have the same geometry but different capacities; give both the "
+          "same list so that their intervals agree"));
+    }
+    planned.names.push_back(request.name);
+  }
+  std::vector<PlannedRequest> result;
+  for (auto& [geometry, planned] : merged) {
+    std::sort(planned.names.begin(), planned.names.end());
+    result.push_back(std::move(planned));
+  }
+  return result;
+}
+
+}  // namespace kiln

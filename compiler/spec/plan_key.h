@@ -1,0 +1,41 @@
+// PlanKey (the measure digest): what must be equal for a stored winner to
+// apply. There is no nearest match: a differing field is a miss.
+
+#ifndef KILN_COMPILER_SPEC_PLAN_KEY_H_
+#define KILN_COMPILER_SPEC_PLAN_KEY_H_
+
+#include <string>
+#include <vector>
+
+#include "compiler/base/digest.h"
+#include "compiler/spec/device_profile.h"
+#include "compiler/spec/plan.h"
+#include "compiler/spec/program.h"
+
+namespace kiln {
+
+struct PlanKey {
+  Digest digest;
+  std::string preimage;  // CanonicalEncoder bytes
+
+  bool operator==(const PlanKey&) const = default;
+};
+
+// Version of the way candidates are verified, timed and selected. Moves when
+// stored samples would no longer mean the same.
+inline constexpr int kMeasurementPolicyVersion = 1;
+
+// Digest of one candidate: its body and the build digests of its programs. The
+// labels of steps and the names of slices are for people and do not enter.
+Digest CandidateDigest(const PlanBody& body,
+                       const std::vector<Digest>& programs);
+
+// Digest of a candidate space: the set of its candidates, order-independent.
+Digest CandidateSpaceDigest(std::vector<Digest> candidates);
+
+PlanKey MakePlanKey(const RequestGeometry& geometry, const Interval& interval,
+                    const DeviceProfile& device, const Digest& space);
+
+}  // namespace kiln
+
+#endif  // KILN_COMPILER_SPEC_PLAN_KEY_H_

@@ -1,0 +1,96 @@
+// Request: one op of one model with its geometry, formats and capacities, after
+// the manifest was read. Interval: the token counts that one plan answers.
+
+#ifndef KILN_COMPILER_SPEC_REQUEST_H_
+#define KILN_COMPILER_SPEC_REQUEST_H_
+
+#include <compare>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+#include "compiler/base/digest.h"
+#include "compiler/spec/dtype.h"
+
+namespace kiln {
+
+enum class Op { kFusedMoe };
+enum class Activation { kSilu };
+enum class WeightFormat { kExl3 };
+enum class Codebook { k3Inst, kMcg, kMul1 };
+enum class Recipe { kW4A16 };
+
+// The spellings of the manifest: "fused_moe", "silu", "exl3", "3inst", "mcg",
+// "mul1", "w4a16".
+absl::string_view OpName(Op op);
+absl::string_view ActivationName(Activation activation);
+absl::string_view WeightFormatName(WeightFormat format);
+absl::string_view CodebookName(Codebook codebook);
+absl::string_view RecipeName(Recipe recipe);
+
+// Bits per weight of the three projections, each 1..8.
+struct Bits {
+  int gate = 0;
+  int up = 0;
+  int down = 0;
+  auto operator<=>(const Bits&) const = default;
+};
+
+struct Weights {
+  WeightFormat format = WeightFormat::kExl3;
+  Codebook codebook = Codebook::kMcg;
+  Bits bits;
+  // True when gate_suh, up_suh and down_svh are one [1][H] row for all experts;
+  // false when each expert has its own ([E][H]).
+  bool shared_scales = false;
+  auto operator<=>(const Weights&) const = default;
+};
+
+// Token counts (previous capacity, capacity], both ends inclusive here.
+struct Interval {
+  uint32_t m_min = 1;
+  uint32_t m_max = 1;  // the capacity
+  auto operator<=>(const Interval&) const = default;
+};
+
+// What identifies a request: everything but its name, its layers and its
+// capacities. Two requests with equal geometry share plans.
+struct RequestGeometry {
+  Op op = Op::kFusedMoe;
+  int64_t hidden = 0;        // H, multiple of 128
+  int64_t intermediate = 0;  // I, multiple of 128
+  int64_t experts = 0;       // E
+  int64_t top_k = 0;
+  Activation activation = Activation::kSilu;
+  DType io_dtype = DType::kBf16;  // of x; the output is f32
+  DType id_dtype = DType::kI32;   // of topk_ids
+  Weights weights;
+  Recipe recipe = Recipe::kW4A16;
+  // True when only candidates with bit-identical repeats are legal.
+  bool deterministic = false;
+
+  auto operator<=>(const RequestGeometry&) const = default;
+
+  // Adds every field to a key. Shared by all digests that contain a request.
+  void Encode(CanonicalEncoder* encoder) const;
+  // One line for people, for example
+  // "fused_moe H2048 I768 E128 k8 exl3-mcg K4 silu w4a16 bf16 i32".
+  std::string ToString() const;
+};
+
+struct Request {
+  std::string name;
+  RequestGeometry geometry;
+  // Ids of the layers it serves, ascending; from a count n: 0..n-1.
+  std::vector<int64_t> layers;
+  // Ascending, distinct, each at least 1.
+  std::vector<uint32_t> capacities;
+
+  // One per capacity, gap-free from 1.
+  std::vector<Interval> Intervals() const;
+};
+
+}  // namespace kiln
+
+#endif  // KILN_COMPILER_SPEC_REQUEST_H_

@@ -1,0 +1,117 @@
+// Modules: one section of a bundle, loaded and checked, in the form the launch
+// path reads. Immutable once loaded.
+
+#ifndef KILN_RUNTIME_MODULE_SET_H_
+#define KILN_RUNTIME_MODULE_SET_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "runtime/bundle_reader.h"
+#include "runtime/cpu_pool.h"
+#include "runtime/cpu_program.h"
+#include "runtime/driver.h"
+#include "runtime/kiln.h"
+
+namespace kiln::runtime {
+
+// What differs between launches in a step's parameter block.
+struct Patch {
+  uint32_t kind;    // KILN_FORMAT_ARG_PARAM, _ARENA or _TOKENS
+  uint32_t offset;  // in the block
+  uint64_t value;   // slot index, byte offset into the arena, or unused
+};
+
+struct LoadedStep {
+  const kiln_format_step_t* record;
+  CUfunc_st* function;  // CUDA
+  CpuKernel kernel;     // CPU
+  // The block with its constants filled in, 8-byte aligned, a multiple of 8.
+  const uint8_t* block;
+  uint32_t block_bytes;  // what the kernel takes, without trailing padding
+  uint32_t patch_count;
+  const Patch* patches;
+};
+
+struct LoadedPlan {
+  const kiln_format_plan_t* record;
+  const kiln_format_entry_t* entry;
+  const LoadedStep* steps;
+};
+
+// One bucket of the name table; `entry` is null while it is empty.
+struct NameBucket {
+  uint64_t hash;
+  const kiln_format_entry_t* entry;
+};
+
+struct Modules {
+  Bundle* bundle;  // one reference
+  const kiln_format_section_t* section;
+  uint64_t handle;
+
+  // CUDA.
+  const kiln_driver_t* driver;
+  CUctx_st* context;
+  CUmod_st** cuda_modules;  // one per program of the section; null = not loaded
+
+  // CPU.
+  void** libraries;  // one per program of the section; null = not loaded
+  CpuPool* pool;
+
+  uint32_t plan_count;
+  LoadedPlan* plans;  // of every entry, in file order
+  LoadedStep* steps;
+  Patch* patches;
+  uint8_t* blocks;
+  NameBucket* buckets;
+  uint64_t bucket_mask;
+
+  bool cuda() const { return section->backend == KILN_FORMAT_BACKEND_CUDA; }
+  const char* target() const { return bundle->view.Text(section->target); }
+};
+
+// Options with every default filled in and the struct checked.
+struct LoadOptions {
+  uint32_t flags = 0;
+  const char* target = nullptr;
+  CUctx_st* context = nullptr;
+  uint32_t cpu_threads = 0;
+  const kiln_driver_t* driver = nullptr;
+};
+
+// See kiln_modules_load. On failure nothing stays loaded.
+kiln_status_t LoadModules(Bundle* bundle, const LoadOptions& options,
+                          Modules** modules, kiln_error_t* error);
+// Unloads and frees. Goes on after a driver error and returns the first one.
+kiln_status_t UnloadModules(Modules* modules, kiln_error_t* error);
+
+// Hash of an entry name of `bytes` bytes.
+uint64_t HashName(const char* name, size_t bytes);
+
+// Makes `context` current, if it is not, from Enter to Leave. CUDA only.
+class ContextScope {
+ public:
+  explicit ContextScope(const kiln_driver_t* driver) : driver_(driver) {}
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+  ~ContextScope() { (void)Leave(nullptr); }
+
+  kiln_status_t Enter(CUctx_st* context, kiln_error_t* error);
+  // Does nothing the second time.
+  kiln_status_t Leave(kiln_error_t* error);
+
+ private:
+  const kiln_driver_t* driver_;
+  bool pushed_ = false;
+};
+
+// "cuModuleLoadData of kernel 'fc1' failed: CUDA_ERROR_INVALID_IMAGE (200)".
+// `subject` is put after the call, and may be null.
+kiln_status_t DriverFailure(const kiln_driver_t* driver, kiln_status_t code,
+                            int result, const char* call, const char* subject,
+                            kiln_error_t* error);
+
+}  // namespace kiln::runtime
+
+#endif  // KILN_RUNTIME_MODULE_SET_H_

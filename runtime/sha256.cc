@@ -1,0 +1,217 @@
+#include "runtime/sha256.h"
+
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// FIPS 180-4 §4.2.2: first 32 bits of the fractional parts of the cube roots
+// of the first 64 primes.
+constexpr uint32_t kRound[64] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1,
+    0x923f82a4, 0xab1c5ed5, 0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3,
+    0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174, 0xe49b69c1, 0xefbe4786,
+    0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147,
+    0x06ca6351, 0x14292967, 0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13,
+    0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85, 0xa2bfe8a1, 0xa81a664b,
+    0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a,
+    0x5b9cca4f, 0x682e6ff3, 0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208,
+    0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+
+inline uint32_t Rotate(uint32_t x, int n) {
+  return (x >> n) | (x << (32 - n));
+}
+
+inline uint32_t LoadBigEndian(const uint8_t* p) {
+  return (uint32_t{p[0]} << 24) | (uint32_t{p[1]} << 16) |
+         (uint32_t{p[2]} << 8) | uint32_t{p[3]};
+}
+
+void CompressPortable(uint32_t* state, const uint8_t* data, size_t blocks) {
+  for (; blocks > 0; --blocks, data += 64) {
+    uint32_t w[64];
+    for (int i = 0; i < 16; ++i) w[i] = LoadBigEndian(data + 4 * i);
+    for (int i = 16; i < 64; ++i) {
+      const uint32_t s0 =
+          Rotate(w[i - 15], 7) ^ Rotate(w[i - 15], 18) ^ (w[i - 15] >> 3);
+      const uint32_t s1 =
+          Rotate(w[i - 2], 17) ^ Rotate(w[i - 2], 19) ^ (w[i - 2] >> 10);
+      w[i] = w[i - 16] + s0 + w[i - 7] + s1;
+    }
+    uint32_t a = state[0], b = state[1], c = state[2], d = state[3];
+    uint32_t e = state[4], f = state[5], g = state[6], h = state[7];
+    for (int i = 0; i < 64; ++i) {
+      const uint32_t s1 = Rotate(e, 6) ^ Rotate(e, 11) ^ Rotate(e, 25);
+      const uint32_t t1 = h + s1 + ((e & f) ^ (~e & g)) + kRound[i] + w[i];
+      const uint32_t s0 = Rotate(a, 2) ^ Rotate(a, 13) ^ Rotate(a, 22);
+      const uint32_t t2 = s0 + ((a & b) ^ (a & c) ^ (b & c));
+      h = g;
+      g = f;
+      f = e;
+      e = d + t1;
+      d = c;
+      c = b;
+      b = a;
+      a = t1 + t2;
+    }
+    state[0] += a;
+    state[1] += b;
+    state[2] += c;
+    state[3] += d;
+    state[4] += e;
+    state[5] += f;
+    state[6] += g;
+    state[7] += h;
+  }
+}
+
+#if defined(__x86_64__)
+
+// The SHA256RNDS2 instruction keeps the state as the pairs ABEF and CDGH
+// (Intel SDM vol. 2, SHA256RNDS2); two rounds per instruction.
+__attribute__((target("sha,sse4.1,ssse3"))) void CompressExtensions(
+    uint32_t* state, const uint8_t* data, size_t blocks) {
+  const __m128i swap =
+      _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
+  // state = a b c d | e f g h (ascending lanes).
+  __m128i dcba =
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(state));
+  __m128i hgfe =
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(state + 4));
+  const __m128i cdab = _mm_shuffle_epi32(dcba, 0xB1);
+  const __m128i efgh = _mm_shuffle_epi32(hgfe, 0x1B);
+  __m128i abef = _mm_alignr_epi8(cdab, efgh, 8);
+  __m128i cdgh = _mm_blend_epi16(efgh, cdab, 0xF0);
+
+  for (; blocks > 0; --blocks, data += 64) {
+    const __m128i abef_in = abef;
+    const __m128i cdgh_in = cdgh;
+    __m128i w[4];
+    for (int i = 0; i < 4; ++i) {
+      w[i] = _mm_shuffle_epi8(
+          _mm_loadu_si128(reinterpret_cast<const __m128i*>(data + 16 * i)),
+          swap);
+    }
+    for (int i = 0; i < 16; ++i) {
+      const __m128i schedule = w[i & 3];
+      __m128i sum = _mm_add_epi32(
+          schedule,
+          _mm_loadu_si128(reinterpret_cast<const __m128i*>(kRound + 4 * i)));
+      cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sum);
+      sum = _mm_shuffle_epi32(sum, 0x0E);
+      abef = _mm_sha256rnds2_epu32(abef, cdgh, sum);
+      if (i < 12) {
+        // Words 4i+16 .. 4i+19 from the four groups now in the ring.
+        const __m128i w1 = w[(i + 1) & 3];
+        const __m128i w2 = w[(i + 2) & 3];
+        const __m128i w3 = w[(i + 3) & 3];
+        __m128i next = _mm_sha256msg1_epu32(schedule, w1);
+        next = _mm_add_epi32(next, _mm_alignr_epi8(w3, w2, 4));
+        w[i & 3] = _mm_sha256msg2_epu32(next, w3);
+      }
+    }
+    abef = _mm_add_epi32(abef, abef_in);
+    cdgh = _mm_add_epi32(cdgh, cdgh_in);
+  }
+
+  const __m128i feba = _mm_shuffle_epi32(abef, 0x1B);
+  const __m128i dchg = _mm_shuffle_epi32(cdgh, 0xB1);
+  dcba = _mm_blend_epi16(feba, dchg, 0xF0);
+  hgfe = _mm_alignr_epi8(dchg, feba, 8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(state), dcba);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(state + 4), hgfe);
+}
+
+bool HasExtensions() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  const bool sha = (b & (1u << 29)) != 0;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return false;
+  const bool sse41 = (c & (1u << 19)) != 0;
+  const bool ssse3 = (c & (1u << 9)) != 0;
+  return sha && sse41 && ssse3;
+}
+
+#endif
+
+using Compress = void (*)(uint32_t*, const uint8_t*, size_t);
+
+Compress Choose() {
+#if defined(__x86_64__)
+  if (HasExtensions()) return CompressExtensions;
+#endif
+  return CompressPortable;
+}
+
+Compress g_compress = Choose();
+
+}  // namespace
+
+extern "C" {
+
+void kiln_sha256_init(kiln_sha256_t* hash) {
+  // FIPS 180-4 §5.3.3.
+  static const uint32_t kInitial[8] = {
+      0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+      0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  memcpy(hash->state, kInitial, sizeof(kInitial));
+  hash->bytes = 0;
+}
+
+void kiln_sha256_update(kiln_sha256_t* hash, const void* data, size_t bytes) {
+  const uint8_t* in = static_cast<const uint8_t*>(data);
+  const size_t held = static_cast<size_t>(hash->bytes % 64);
+  hash->bytes += bytes;
+  if (held != 0) {
+    const size_t take = bytes < 64 - held ? bytes : 64 - held;
+    if (take != 0) memcpy(hash->block + held, in, take);
+    in += take;
+    bytes -= take;
+    if (held + take < 64) return;
+    g_compress(hash->state, hash->block, 1);
+  }
+  const size_t blocks = bytes / 64;
+  if (blocks != 0) g_compress(hash->state, in, blocks);
+  const size_t rest = bytes % 64;
+  if (rest != 0) memcpy(hash->block, in + blocks * 64, rest);
+}
+
+void kiln_sha256_final(kiln_sha256_t* hash, uint8_t* digest) {
+  const uint64_t bits = hash->bytes * 8;
+  size_t held = static_cast<size_t>(hash->bytes % 64);
+  hash->block[held++] = 0x80;
+  if (held > 56) {
+    memset(hash->block + held, 0, 64 - held);
+    g_compress(hash->state, hash->block, 1);
+    held = 0;
+  }
+  memset(hash->block + held, 0, 56 - held);
+  for (int i = 0; i < 8; ++i) {
+    hash->block[56 + i] = static_cast<uint8_t>(bits >> (56 - 8 * i));
+  }
+  g_compress(hash->state, hash->block, 1);
+  for (int i = 0; i < 8; ++i) {
+    for (int j = 0; j < 4; ++j) {
+      digest[4 * i + j] = static_cast<uint8_t>(hash->state[i] >> (24 - 8 * j));
+    }
+  }
+}
+
+void kiln_sha256(const void* data, size_t bytes, uint8_t* digest) {
+  kiln_sha256_t hash;
+  kiln_sha256_init(&hash);
+  kiln_sha256_update(&hash, data, bytes);
+  kiln_sha256_final(&hash, digest);
+}
+
+void kiln_sha256_allow_extensions(int allow) {
+  g_compress = allow ? Choose() : CompressPortable;
+}
+
+}  // extern "C"

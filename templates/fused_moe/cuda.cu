@@ -1,0 +1,803 @@
+// Fused mixture of experts, recipe w4a16, EXL3 trellis weights: CUDA kernels.
+//
+// Arithmetic: spec "Trellis weight formats and fused-MoE arithmetic" 4.2 and
+// 4.5, rounding boundaries included. Source for sm_80 and later; no header
+// other than Kiln's own. Read templates/fused_moe/README.md, "CUDA", first: it
+// lists every entry's parameters, launch rule, shared memory and arena slices.
+//
+// Prelude (integers):
+//   KILN_HIDDEN H, KILN_INTER I (multiples of 128), KILN_EXPERTS E (1..1024),
+//   KILN_TOPK (1..32), KILN_CODEBOOK (0 3inst, 1 mcg, 2 mul1),
+//   KILN_BITS_GATE, KILN_BITS_UP, KILN_BITS_DOWN (1..8),
+//   KILN_X_BF16, KILN_ID_I64, KILN_SHARED_SUH (0 or 1), and
+//   KILN_PART: 0 support entries (route, rotate, activate, combine)
+//              1 fc1 and fc2, 2 fc1 alone, 3 fc2 alone
+// Axes, read by parts 1..3 only:
+//   KILN_TOKENS_TILE T     8, 16, 32, 64 or 128 rows of one expert per block
+//   KILN_CHANNELS_TILE C   64, 128 or 256 output channels per block; divides I
+//                          (fc1) and H (fc2); C >= 16 * KILN_WARPS
+//   KILN_K_TILE            32, 64 or 128 input channels per pipeline stage
+//   KILN_WARPS             4 or 8
+//   KILN_STAGES            2, 3, 4 or 6 buffers of the cp.async ring
+//   KILN_CTAS              blocks per SM that registers must allow (default 1)
+// (C / 16 / warps) * (T / 8) * 4 sums per thread must not exceed 128.
+//
+// Shape of the computation. Weights are the A operand of
+// mma.sync.m16n8k16 (f16 in, f32 sums): the 8 weights that a lane decodes from
+// a 16x16 tile are exactly its A fragment, so decoded weights never leave
+// registers. Tokens are N. A block owns T rows of one expert, C output
+// channels and one slice of K (whole 128 blocks); its warps split the channels.
+// So the order in which a sum is formed depends on the number of K slices
+// alone: all axes but split-K give bit-identical results.
+
+#include "device/activation.h"
+#include "device/fragment.h"
+#include "device/hadamard.h"
+#include "device/half.h"
+#include "device/platform.h"
+#include "device/trellis.h"
+
+#ifndef KILN_CTAS
+#define KILN_CTAS 1
+#endif
+
+namespace {
+
+using kd::u16;
+using kd::u32;
+using kd::u64;
+
+constexpr u32 kHidden = KILN_HIDDEN;
+constexpr u32 kInter = KILN_INTER;
+constexpr u32 kExperts = KILN_EXPERTS;
+constexpr u32 kTopK = KILN_TOPK;
+constexpr u32 kNone = 0xFFFFFFFFu;
+
+static_assert(kHidden % 128 == 0 && kInter % 128 == 0, "H and I: 128 blocks");
+static_assert(kExperts >= 1 && kExperts <= 1024, "E in 1..1024");
+
+// One sorted row: the route it came from and the expert that serves it.
+struct alignas(8) Row {
+  u32 route;
+  u32 expert;
+};
+
+// A run of at most T consecutive sorted rows of one expert.
+struct alignas(16) Tile {
+  u32 expert;
+  u32 first;
+  u32 rows;
+  u32 unused;
+};
+
+// Written by route.
+struct alignas(16) Totals {
+  u32 tiles;
+  u32 rows;
+  u32 unused[2];
+};
+
+// ---------------------------------------------------------------------------
+// Part 0: everything but the two matrix products.
+#if KILN_PART == 0
+
+constexpr u32 kRouteThreads = 1024;
+constexpr u32 kRouteWarps = kRouteThreads / 32;
+constexpr u32 kHelperThreads = 128;
+constexpr u32 kHelperWarps = kHelperThreads / 32;
+
+#if KILN_ID_I64
+using RouteId = long long;
+#else
+using RouteId = int;
+#endif
+
+// kExperts when the route is inactive. The test is made in the width of the
+// id, so 2^32 + e does not alias expert e.
+__device__ __forceinline__ u32 ExpertOf(RouteId id) {
+  return id >= 0 && id < static_cast<RouteId>(kExperts) ? static_cast<u32>(id)
+                                                        : kExperts;
+}
+
+__device__ __forceinline__ u32 WarpSum(u32 v) {
+  for (u32 step = 16; step != 0; step /= 2) {
+    v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
+  }
+  return v;
+}
+
+__device__ __forceinline__ void Unpack4(uint2 bits, float (&v)[4]) {
+  v[0] = kd::f16_to_f32(static_cast<u16>(bits.x));
+  v[1] = kd::f16_to_f32(static_cast<u16>(bits.x >> 16));
+  v[2] = kd::f16_to_f32(static_cast<u16>(bits.y));
+  v[3] = kd::f16_to_f32(static_cast<u16>(bits.y >> 16));
+}
+
+__device__ __forceinline__ u32 Pack2(float low, float high) {
+  return static_cast<u32>(kd::f32_to_f16(low)) |
+         static_cast<u32>(kd::f32_to_f16(high)) << 16;
+}
+
+__device__ __forceinline__ void Load4(const u16* __restrict__ from,
+                                      float (&v)[4]) {
+  Unpack4(*reinterpret_cast<const uint2*>(from), v);
+}
+
+__device__ __forceinline__ void Store4(u16* to, const float (&v)[4]) {
+  *reinterpret_cast<uint2*>(to) =
+      make_uint2(Pack2(v[0], v[1]), Pack2(v[2], v[3]));
+}
+
+// Four neighbours of a matrix product's result, rounded to fp16 (steps 4 and
+// 8). With one K slice the product has stored fp16; otherwise fp32 partial
+// sums [slices][total][width], added here in slice order.
+__device__ __forceinline__ void LoadProduct4(const void* __restrict__ product,
+                                             u64 row, u32 column, u32 width,
+                                             u32 slices, u64 total,
+                                             float (&v)[4]) {
+  const u64 at = row * width + column;
+  if (slices == 1) {
+    Load4(static_cast<const u16*>(product) + at, v);
+    return;
+  }
+  const float* from = static_cast<const float*>(product) + at;
+  float4 sum = *reinterpret_cast<const float4*>(from);
+  for (u32 s = 1; s < slices; ++s) {
+    from += total * width;
+    const float4 part = *reinterpret_cast<const float4*>(from);
+    sum.x += part.x;
+    sum.y += part.y;
+    sum.z += part.z;
+    sum.w += part.w;
+  }
+  Unpack4(make_uint2(Pack2(sum.x, sum.y), Pack2(sum.z, sum.w)), v);
+}
+
+// Steps 1 to 3 for one 128 block of one token: both FC1 operands.
+__device__ __forceinline__ void RotateBlock(const u16* __restrict__ x,
+                                            const u16* __restrict__ gate_suh,
+                                            const u16* __restrict__ up_suh,
+                                            u16* __restrict__ gate_operand,
+                                            u16* __restrict__ up_operand,
+                                            u64 token, u64 table, u64 to,
+                                            u32 block, u32 lane) {
+  const u32 column = block * 128 + lane * 4;
+  const uint2 bits =
+      *reinterpret_cast<const uint2*>(x + token * kHidden + column);
+  float value[4], gate[4], up[4];
+#if KILN_X_BF16
+  const u32 halves[4] = {bits.x & 0xFFFFu, bits.x >> 16, bits.y & 0xFFFFu,
+                         bits.y >> 16};
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    value[i] = kd::f16_to_f32(
+        kd::f32_to_f16(kd::bf16_to_f32(static_cast<u16>(halves[i]))));
+  }
+#else
+  Unpack4(bits, value);
+#endif
+  Load4(gate_suh + table * kHidden + column, gate);
+  Load4(up_suh + table * kHidden + column, up);
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    gate[i] = kd::f16_to_f32(kd::f32_to_f16(value[i] * gate[i]));
+    up[i] = kd::f16_to_f32(kd::f32_to_f16(value[i] * up[i]));
+  }
+  kd::WarpHadamard128(gate, lane);
+  kd::WarpHadamard128(up, lane);
+  Store4(gate_operand + to * kHidden + column, gate);
+  Store4(up_operand + to * kHidden + column, up);
+}
+
+// Sorts routes by expert, stably. Block e serves expert e: it counts all
+// experts' routes, so that it knows where its own run starts without talking
+// to another block, then writes its run in ascending route order.
+__device__ __forceinline__ void RouteBlock(const RouteId* __restrict__ ids,
+                                           Row* __restrict__ rows,
+                                           u32* __restrict__ positions,
+                                           Tile* __restrict__ tiles,
+                                           Totals* __restrict__ totals,
+                                           u32 routes, u32 tokens_tile) {
+  __shared__ u32 counts[kExperts];
+  __shared__ u32 warp_matches[kRouteWarps];
+  __shared__ u32 warp_rows[kRouteWarps];
+  __shared__ u32 warp_tiles[kRouteWarps];
+  const u32 expert = blockIdx.x;
+  const u32 lane = threadIdx.x % 32;
+  const u32 warp = threadIdx.x / 32;
+
+  for (u32 e = threadIdx.x; e < kExperts; e += kRouteThreads) counts[e] = 0;
+  __syncthreads();
+
+  // Each warp scans one contiguous range of routes.
+  const u32 range = (routes + kRouteThreads - 1) / kRouteThreads * 32;
+  const u32 begin = warp * range < routes ? warp * range : routes;
+  const u32 end = begin + range < routes ? begin + range : routes;
+  u32 matches = 0;
+#pragma unroll 4
+  for (u32 base = begin; base < end; base += 32) {
+    const u32 route = base + lane;
+    const u32 found = route < end ? ExpertOf(ids[route]) : kExperts;
+    if (found < kExperts) atomicAdd(&counts[found], 1u);
+    matches += found == expert ? 1 : 0;
+  }
+  matches = WarpSum(matches);
+  if (lane == 0) warp_matches[warp] = matches;
+  __syncthreads();
+
+  // Rows and tiles of the experts before this one.
+  u32 rows_before = 0, tiles_before = 0;
+  for (u32 e = threadIdx.x; e < expert; e += kRouteThreads) {
+    rows_before += counts[e];
+    tiles_before += (counts[e] + tokens_tile - 1) / tokens_tile;
+  }
+  rows_before = WarpSum(rows_before);
+  tiles_before = WarpSum(tiles_before);
+  if (lane == 0) {
+    warp_rows[warp] = rows_before;
+    warp_tiles[warp] = tiles_before;
+  }
+  __syncthreads();
+  u32 first = 0, first_tile = 0, position = 0;
+  for (u32 w = 0; w < kRouteWarps; ++w) {
+    first += warp_rows[w];
+    first_tile += warp_tiles[w];
+    position += w < warp ? warp_matches[w] : 0;
+  }
+  position += first;
+
+  const u32 count = counts[expert];
+  const u32 own_tiles = (count + tokens_tile - 1) / tokens_tile;
+  if (expert == kExperts - 1 && threadIdx.x == 0) {
+    Totals sum;
+    sum.tiles = first_tile + own_tiles;
+    sum.rows = first + count;
+    sum.unused[0] = sum.unused[1] = 0;
+    *totals = sum;
+  }
+  for (u32 i = threadIdx.x; i < own_tiles; i += kRouteThreads) {
+    const u32 left = count - i * tokens_tile;
+    Tile tile;
+    tile.expert = expert;
+    tile.first = first + i * tokens_tile;
+    tile.rows = left < tokens_tile ? left : tokens_tile;
+    tile.unused = 0;
+    tiles[first_tile + i] = tile;
+  }
+
+  // Block 0 also marks the inactive routes.
+  if (count == 0 && expert != 0) return;
+#pragma unroll 4
+  for (u32 base = begin; base < end; base += 32) {
+    const u32 route = base + lane;
+    const u32 found = route < end ? ExpertOf(ids[route]) : kExperts;
+    const u32 mask = __ballot_sync(0xFFFFFFFFu, found == expert);
+    if (found == expert) {
+      const u32 at = position + __popc(mask & ((1u << lane) - 1));
+      Row row;
+      row.route = route;
+      row.expert = expert;
+      rows[at] = row;
+      positions[route] = at;
+    } else if (expert == 0 && found == kExperts && route < end) {
+      positions[route] = kNone;
+    }
+    position += __popc(mask);
+  }
+}
+
+#endif  // KILN_PART == 0
+
+}  // namespace
+
+#if KILN_PART == 0
+
+#if KILN_SHARED_SUH
+
+// With shared tables the operands do not depend on the routes: blocks beyond
+// the experts rotate, one 128 block of one token per warp.
+extern "C" __global__ void __launch_bounds__(kRouteThreads)
+    kiln_moe_route(const RouteId* __restrict__ ids, Row* __restrict__ rows,
+                   u32* __restrict__ positions, Tile* __restrict__ tiles,
+                   Totals* __restrict__ totals, const u16* __restrict__ x,
+                   const u16* __restrict__ gate_suh,
+                   const u16* __restrict__ up_suh,
+                   u16* __restrict__ gate_operand, u16* __restrict__ up_operand,
+                   u32 tokens, u32 tokens_tile) {
+  if (blockIdx.x < kExperts) {
+    RouteBlock(ids, rows, positions, tiles, totals, tokens * kTopK,
+               tokens_tile);
+    return;
+  }
+  constexpr u32 kBlocks = kHidden / 128;
+  const u64 item =
+      static_cast<u64>(blockIdx.x - kExperts) * kRouteWarps + threadIdx.x / 32;
+  const u64 token = item / kBlocks;
+  if (token >= tokens) return;
+  RotateBlock(x, gate_suh, up_suh, gate_operand, up_operand, token, 0, token,
+              static_cast<u32>(item % kBlocks), threadIdx.x % 32);
+}
+
+#else
+
+extern "C" __global__ void __launch_bounds__(kRouteThreads)
+    kiln_moe_route(const RouteId* __restrict__ ids, Row* __restrict__ rows,
+                   u32* __restrict__ positions, Tile* __restrict__ tiles,
+                   Totals* __restrict__ totals, u32 tokens, u32 tokens_tile) {
+  RouteBlock(ids, rows, positions, tiles, totals, tokens * kTopK, tokens_tile);
+}
+
+// Per-expert tables: operands per sorted row.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    kiln_moe_rotate(const u16* __restrict__ x, const u16* __restrict__ gate_suh,
+                    const u16* __restrict__ up_suh,
+                    const Row* __restrict__ rows,
+                    const Totals* __restrict__ totals,
+                    u16* __restrict__ gate_operand,
+                    u16* __restrict__ up_operand) {
+  constexpr u32 kBlocks = kHidden / 128;
+  const u64 item =
+      static_cast<u64>(blockIdx.x) * kHelperWarps + threadIdx.x / 32;
+  const u64 at = item / kBlocks;
+  if (at >= totals->rows) return;
+  const Row row = rows[at];
+  RotateBlock(x, gate_suh, up_suh, gate_operand, up_operand, row.route / kTopK,
+              row.expert, at, static_cast<u32>(item % kBlocks),
+              threadIdx.x % 32);
+}
+
+#endif  // KILN_SHARED_SUH
+
+// Steps 4 (rounding) to 7: one 128 block of one sorted row per warp.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    kiln_moe_activate(const void* __restrict__ fc1,
+                      const u16* __restrict__ rotations,
+                      const Row* __restrict__ rows,
+                      const Totals* __restrict__ totals,
+                      u16* __restrict__ activated, u32 tokens, u32 slices) {
+  constexpr u32 kBlocks = kInter / 128;
+  const u32 lane = threadIdx.x % 32;
+  const u64 item =
+      static_cast<u64>(blockIdx.x) * kHelperWarps + threadIdx.x / 32;
+  const u64 at = item / kBlocks;
+  if (at >= totals->rows) return;
+  const u32 column = static_cast<u32>(item % kBlocks) * 128 + lane * 4;
+  const u16* table =
+      rotations + static_cast<u64>(rows[at].expert) * (3 * kInter) + column;
+  const u64 total = static_cast<u64>(tokens) * kTopK;
+  float gate[4], up[4], gate_svh[4], up_svh[4], down_suh[4];
+  LoadProduct4(fc1, at, column, 2 * kInter, slices, total, gate);
+  LoadProduct4(fc1, at, kInter + column, 2 * kInter, slices, total, up);
+  Load4(table, gate_svh);
+  Load4(table + kInter, up_svh);
+  Load4(table + 2 * kInter, down_suh);
+  kd::WarpHadamard128(gate, lane);
+  kd::WarpHadamard128(up, lane);
+  float value[4];
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    const float g = gate[i] * gate_svh[i];
+    const float u = up[i] * up_svh[i];
+    value[i] = kd::Silu(g) * u * down_suh[i];
+  }
+  kd::WarpHadamard128(value, lane);
+  Store4(activated + at * kInter + column, value);
+}
+
+// Steps 8 (rounding) to 10: one 128 block of one token per warp. Routes are
+// summed in router order with explicit fma; inactive routes add nothing.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    kiln_moe_combine(const void* __restrict__ fc2,
+                     const u16* __restrict__ down_svh,
+                     const float* __restrict__ weights,
+                     const u32* __restrict__ positions,
+                     const Row* __restrict__ rows, float* __restrict__ out,
+                     u32 tokens, u32 slices) {
+  constexpr u32 kBlocks = kHidden / 128;
+  const u32 lane = threadIdx.x % 32;
+  const u64 item =
+      static_cast<u64>(blockIdx.x) * kHelperWarps + threadIdx.x / 32;
+  const u64 token = item / kBlocks;
+  if (token >= tokens) return;
+  const u32 column = static_cast<u32>(item % kBlocks) * 128 + lane * 4;
+  const u64 total = static_cast<u64>(tokens) * kTopK;
+  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#if KILN_SHARED_SUH
+  float shared_svh[4];
+  Load4(down_svh + column, shared_svh);
+#endif
+#pragma unroll 4
+  for (u32 j = 0; j < kTopK; ++j) {
+    const u64 route = token * kTopK + j;
+    const u32 at = positions[route];
+    if (at == kNone) continue;
+    const float weight = weights[route];
+    float value[4];
+    LoadProduct4(fc2, at, column, kHidden, slices, total, value);
+#if KILN_SHARED_SUH
+    const float(&svh)[4] = shared_svh;
+#else
+    float svh[4];
+    Load4(down_svh + static_cast<u64>(rows[at].expert) * kHidden + column, svh);
+#endif
+    kd::WarpHadamard128(value, lane);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      sum[i] = kd::Fma(weight, value[i] * svh[i], sum[i]);
+    }
+  }
+  *reinterpret_cast<float4*>(out + token * kHidden + column) =
+      make_float4(sum[0], sum[1], sum[2], sum[3]);
+}
+
+#endif  // KILN_PART == 0
+
+// ---------------------------------------------------------------------------
+// Parts 1 to 3: the matrix products.
+#if KILN_PART != 0
+
+namespace {
+
+constexpr u32 kTokens = KILN_TOKENS_TILE;
+constexpr u32 kChannels = KILN_CHANNELS_TILE;
+constexpr u32 kDepthTile = KILN_K_TILE;
+constexpr u32 kWarps = KILN_WARPS;
+constexpr u32 kStages = KILN_STAGES;
+constexpr u32 kThreads = kWarps * 32;
+
+constexpr u32 kDepthSteps = kDepthTile / 16;   // mma steps per stage
+constexpr u32 kStrips = kChannels / 16;        // 16-channel strips per block
+constexpr u32 kWarpStrips = kStrips / kWarps;  // and per warp
+constexpr u32 kTokenGroups = kTokens / 8;      // mma columns
+// Operand rows are padded by 16 bytes: the 8 rows of an ldmatrix then lie in
+// 8 different 16-byte bank groups.
+constexpr u32 kRowHalves = kDepthTile + 8;
+constexpr u32 kOperandBytes = kTokens * kRowHalves * 2;
+// 16-byte pieces of an operand row; a thread always copies the same piece.
+constexpr u32 kRowPieces = kDepthTile / 8;
+constexpr u32 kRowsAtOnce = kThreads / kRowPieces;
+constexpr u32 kRowCopies = (kTokens + kRowsAtOnce - 1) / kRowsAtOnce;
+
+static_assert(kTokens == 8 || kTokens % 16 == 0, "T: 8 or a multiple of 16");
+static_assert(kDepthTile % 32 == 0 && 128 % kDepthTile == 0,
+              "K tile: 32, 64 or 128");
+static_assert(kStrips % kWarps == 0, "C must be at least 16 * warps");
+static_assert(kStages >= 2, "at least two stages");
+static_assert(kWarpStrips * kTokenGroups * 4 <= 128, "too many sums per lane");
+
+template <u32 kBits>
+constexpr u32 kWeightBytes = kDepthTile* kChannels* kBits / 8;
+
+__device__ __forceinline__ u32 SharedAddress(const void* p) {
+  return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void CopyAsync16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
+               "l"(from));
+}
+
+// Copies 16 bytes, or writes 16 zero bytes and reads nothing.
+__device__ __forceinline__ void CopyAsync16OrZero(u32 to, const void* from,
+                                                  bool copy) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+               "l"(from), "r"(copy ? 16 : 0));
+}
+
+__device__ __forceinline__ void CommitCopies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <u32 kPending>
+__device__ __forceinline__ void WaitCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void LoadMatrices(u32 from, u32 (&b)[4]) {
+  asm volatile(
+      "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+      : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+      : "r"(from));
+}
+
+__device__ __forceinline__ void Mma(float (&d)[4], const u32 (&a)[4], u32 b0,
+                                    u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Lane l holds row l/4, columns 2(l%4), 2(l%4)+1 of an 8x8 matrix of fp16;
+// returns the same of its transpose.
+__device__ __forceinline__ u32 Transpose8x8(u32 v) {
+  u32 t;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));
+  return t;
+}
+
+__device__ __forceinline__ u32 RoundPair(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// ---- one block of a grouped product ----------------------------------------
+
+using Sums = float[kWarpStrips][kTokenGroups][4];
+
+// Copies stage `stage` of the weights and of the operand into `to`.
+template <int kBits, u32 kDepth, u32 kWidth>
+__device__ __forceinline__ void CopyStage(
+    const unsigned char* __restrict__ weights, const u16* __restrict__ operand,
+    const u32 (&source)[kRowCopies], u32 stage, u32 to) {
+  // A K16 row of the block's tiles is contiguous in memory.
+  constexpr u32 kPieces = kChannels * kBits / 8;
+  constexpr u64 kRowBytes = static_cast<u64>(kWidth) * 2 * kBits;
+  constexpr u32 kAll = kPieces * kDepthSteps;
+  const unsigned char* from = weights + stage * (kRowBytes * kDepthSteps);
+#pragma unroll
+  for (u32 base = 0; base < kAll; base += kThreads) {
+    const u32 piece = base + threadIdx.x;
+    if (kAll % kThreads == 0 || piece < kAll) {
+      CopyAsync16(to + piece * 16,
+                  from + (piece / kPieces) * kRowBytes + piece % kPieces * 16);
+    }
+  }
+  const u32 column = threadIdx.x % kRowPieces * 8;
+  const u32 row = threadIdx.x / kRowPieces;
+  const u16* first = operand + stage * kDepthTile + column;
+  to += kWeightBytes<kBits> + (row * kRowHalves + column) * 2;
+#pragma unroll
+  for (u32 i = 0; i < kRowCopies; ++i) {
+    if (kTokens % kRowsAtOnce == 0 || row + i * kRowsAtOnce < kTokens) {
+      const bool copy = source[i] != kNone;
+      CopyAsync16OrZero(to + i * (kRowsAtOnce * kRowHalves * 2),
+                        first + static_cast<u64>(copy ? source[i] : 0) * kDepth,
+                        copy);
+    }
+  }
+}
+
+template <int kBits>
+__device__ __forceinline__ void ComputeStage(const unsigned char* stage,
+                                             const kd::LaneSpan<kBits>& span,
+                                             u32 rows, Sums& sums) {
+  const u32 lane = threadIdx.x % 32;
+  const u32* tiles = reinterpret_cast<const u32*>(stage) +
+                     threadIdx.x / 32 * (kWarpStrips * 8 * kBits);
+  // ldmatrix: lanes 8i..8i+7 name the rows of matrix i. T = 8: 8 tokens by
+  // 32 k, two steps at once; otherwise 16 tokens by 16 k.
+  const u32 token = kTokens == 8 ? lane % 8 : lane % 8 + lane / 16 * 8;
+  const u32 column = (kTokens == 8 ? lane / 8 : lane / 8 % 2) * 8;
+  const u32 operand = SharedAddress(stage) + kWeightBytes<kBits> +
+                      (token * kRowHalves + column) * 2;
+  u32 b[4];
+#pragma unroll
+  for (u32 step = 0; step < kDepthSteps; ++step) {
+    u32 a[kWarpStrips][4];
+#pragma unroll
+    for (u32 i = 0; i < kWarpStrips; ++i) {
+      const u32* tile = tiles + (step * kStrips + i) * kd::kTileWords<kBits>;
+      kd::DecodeFragment<KILN_CODEBOOK, kBits>(kd::LoadSpan(tile, span), a[i]);
+    }
+    if constexpr (kTokens == 8) {
+      if (step % 2 == 0) LoadMatrices(operand + step * 32, b);
+#pragma unroll
+      for (u32 i = 0; i < kWarpStrips; ++i) {
+        Mma(sums[i][0], a[i], b[step % 2 * 2], b[step % 2 * 2 + 1]);
+      }
+    } else {
+#pragma unroll
+      for (u32 g = 0; g < kTokenGroups; g += 2) {
+        if (g != 0 && g * 8 >= rows) continue;
+        LoadMatrices(operand + step * 32 + g * (8 * kRowHalves * 2), b);
+#pragma unroll
+        for (u32 i = 0; i < kWarpStrips; ++i) {
+          Mma(sums[i][g], a[i], b[0], b[1]);
+          Mma(sums[i][g + 1], a[i], b[2], b[3]);
+        }
+      }
+    }
+  }
+}
+
+// sums = this block's slice of operand x weights.
+//   weights: byte address of the block's first tile in the expert's K16 row 0
+//   source: operand rows that this thread copies, kNone beyond the tile
+template <int kBits, u32 kDepth, u32 kWidth, u32 kStageBytes>
+__device__ __forceinline__ void Multiply(
+    const unsigned char* __restrict__ weights, const u16* __restrict__ operand,
+    const u32 (&source)[kRowCopies], u32 rows, unsigned char* shared,
+    Sums& sums) {
+  static_assert(kWidth % kChannels == 0, "C must divide the width");
+  constexpr u32 kStagesPerBlock = 128 / kDepthTile;
+  constexpr u32 kBlocks = kDepth / 128;
+  const u32 begin = kBlocks * blockIdx.y / gridDim.y * kStagesPerBlock;
+  const u32 end = kBlocks * (blockIdx.y + 1) / gridDim.y * kStagesPerBlock;
+  const kd::LaneSpan<kBits> span = kd::FindLaneSpan<kBits>(threadIdx.x % 32);
+  const u32 ring = SharedAddress(shared);
+
+#pragma unroll
+  for (u32 s = 0; s < kStages - 1; ++s) {
+    if (begin + s < end) {
+      CopyStage<kBits, kDepth, kWidth>(weights, operand, source, begin + s,
+                                       ring + s * kStageBytes);
+    }
+    CommitCopies();
+  }
+  u32 slot = 0;
+#pragma unroll 1
+  for (u32 stage = begin; stage < end; ++stage) {
+    WaitCopies<kStages - 2>();
+    // Stage `stage` has landed for every thread, and the buffer of the stage
+    // before it is free.
+    __syncthreads();
+    const u32 free_slot = slot == 0 ? kStages - 1 : slot - 1;
+    if (stage + kStages - 1 < end) {
+      CopyStage<kBits, kDepth, kWidth>(weights, operand, source,
+                                       stage + kStages - 1,
+                                       ring + free_slot * kStageBytes);
+    }
+    CommitCopies();
+    ComputeStage<kBits>(shared + slot * kStageBytes, span, rows, sums);
+    slot = slot == kStages - 1 ? 0 : slot + 1;
+  }
+}
+
+// Writes sums to rows [first, first + rows) of the product, columns from
+// `column` on: fp16 when K is not split, else this slice's fp32 partial sums.
+template <u32 kWidth>
+__device__ __forceinline__ void StoreSums(const Sums& sums,
+                                          void* __restrict__ product, u64 total,
+                                          u32 first, u32 rows, u32 column) {
+  const u32 lane = threadIdx.x % 32;
+  column += threadIdx.x / 32 * (kWarpStrips * 16);
+  if (gridDim.y == 1) {
+    u16* to = static_cast<u16*>(product) +
+              static_cast<u64>(first + lane / 4) * kWidth + column +
+              lane % 4 * 2;
+#pragma unroll
+    for (u32 g = 0; g < kTokenGroups; ++g) {
+      if (g * 8 >= rows) break;
+      const bool store = g * 8 + lane / 4 < rows;
+#pragma unroll
+      for (u32 i = 0; i < kWarpStrips; ++i) {
+        const float(&d)[4] = sums[i][g];
+        const u32 low = Transpose8x8(RoundPair(d[0], d[1]));
+        const u32 high = Transpose8x8(RoundPair(d[2], d[3]));
+        if (store) {
+          u16* at = to + static_cast<u64>(g * 8) * kWidth + i * 16;
+          *reinterpret_cast<u32*>(at) = low;
+          *reinterpret_cast<u32*>(at + 8) = high;
+        }
+      }
+    }
+    return;
+  }
+  float* to = static_cast<float*>(product) +
+              (total * blockIdx.y + first + lane % 4 * 2) * kWidth + column +
+              lane / 4;
+#pragma unroll
+  for (u32 g = 0; g < kTokenGroups; ++g) {
+#pragma unroll
+    for (u32 odd = 0; odd < 2; ++odd) {
+      if (g * 8 + lane % 4 * 2 + odd < rows) {
+        float* at = to + static_cast<u64>(g * 8 + odd) * kWidth;
+#pragma unroll
+        for (u32 i = 0; i < kWarpStrips; ++i) {
+          at[i * 16] = sums[i][g][odd];
+          at[i * 16 + 8] = sums[i][g][odd + 2];
+        }
+      }
+    }
+  }
+}
+
+// Byte address of tile (0, column / 16) of an expert's matrix.
+template <int kBits, u32 kDepth, u32 kWidth>
+__device__ __forceinline__ const unsigned char* ExpertTiles(
+    const u16* __restrict__ weights, u32 expert, u32 column) {
+  constexpr u64 kExpertBytes = static_cast<u64>(kDepth) * kWidth * kBits / 8;
+  return reinterpret_cast<const unsigned char*>(weights) +
+         expert * kExpertBytes + column * (2 * kBits);
+}
+
+extern __shared__ uint4 kiln_moe_shared[];
+
+}  // namespace
+
+#if KILN_PART == 1 || KILN_PART == 2
+
+// Step 4. Block x: tile x / (2I / C) and C of the 2I channels gate | up;
+// block y: slice of K.
+extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
+    kiln_moe_fc1(const u16* __restrict__ gate_operand,
+                 const u16* __restrict__ up_operand,
+                 const u16* __restrict__ w_gate, const u16* __restrict__ w_up,
+                 const Row* __restrict__ rows, const Tile* __restrict__ tiles,
+                 const Totals* __restrict__ totals, void* __restrict__ fc1,
+                 u32 tokens) {
+  constexpr u32 kBlocks = 2 * kInter / kChannels;
+  constexpr u32 kBitsMax =
+      KILN_BITS_GATE > KILN_BITS_UP ? KILN_BITS_GATE : KILN_BITS_UP;
+  constexpr u32 kStageBytes = kWeightBytes<kBitsMax> + kOperandBytes;
+  const u32 index = blockIdx.x / kBlocks;
+  if (index >= totals->tiles) return;
+  const Tile tile = tiles[index];
+  const u32 column = blockIdx.x % kBlocks * kChannels;
+  const bool is_up = column >= kInter;
+  const u32 inner = is_up ? column - kInter : column;
+
+  u32 source[kRowCopies];
+#pragma unroll
+  for (u32 i = 0; i < kRowCopies; ++i) {
+    const u32 row = threadIdx.x / kRowPieces + i * kRowsAtOnce;
+    source[i] = kNone;
+    if (row < tile.rows) {
+#if KILN_SHARED_SUH
+      source[i] = rows[tile.first + row].route / kTopK;
+#else
+      source[i] = tile.first + row;
+#endif
+    }
+  }
+  Sums sums = {};
+  unsigned char* shared = reinterpret_cast<unsigned char*>(kiln_moe_shared);
+  const u16* operand = is_up ? up_operand : gate_operand;
+#if KILN_BITS_GATE == KILN_BITS_UP
+  Multiply<KILN_BITS_GATE, kHidden, kInter, kStageBytes>(
+      ExpertTiles<KILN_BITS_GATE, kHidden, kInter>(is_up ? w_up : w_gate,
+                                                   tile.expert, inner),
+      operand, source, tile.rows, shared, sums);
+#else
+  if (is_up) {
+    Multiply<KILN_BITS_UP, kHidden, kInter, kStageBytes>(
+        ExpertTiles<KILN_BITS_UP, kHidden, kInter>(w_up, tile.expert, inner),
+        operand, source, tile.rows, shared, sums);
+  } else {
+    Multiply<KILN_BITS_GATE, kHidden, kInter, kStageBytes>(
+        ExpertTiles<KILN_BITS_GATE, kHidden, kInter>(w_gate, tile.expert,
+                                                     inner),
+        operand, source, tile.rows, shared, sums);
+  }
+#endif
+  StoreSums<2 * kInter>(sums, fc1, static_cast<u64>(tokens) * kTopK, tile.first,
+                        tile.rows, column);
+}
+
+#endif
+
+#if KILN_PART == 1 || KILN_PART == 3
+
+// Step 8. Block x: tile x / (H / C) and C of the H channels; block y: slice
+// of K.
+extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
+    kiln_moe_fc2(const u16* __restrict__ activated,
+                 const u16* __restrict__ w_down, const Tile* __restrict__ tiles,
+                 const Totals* __restrict__ totals, void* __restrict__ fc2,
+                 u32 tokens) {
+  constexpr u32 kBlocks = kHidden / kChannels;
+  constexpr u32 kStageBytes = kWeightBytes<KILN_BITS_DOWN> + kOperandBytes;
+  const u32 index = blockIdx.x / kBlocks;
+  if (index >= totals->tiles) return;
+  const Tile tile = tiles[index];
+  const u32 column = blockIdx.x % kBlocks * kChannels;
+  u32 source[kRowCopies];
+#pragma unroll
+  for (u32 i = 0; i < kRowCopies; ++i) {
+    const u32 row = threadIdx.x / kRowPieces + i * kRowsAtOnce;
+    source[i] = row < tile.rows ? tile.first + row : kNone;
+  }
+  Sums sums = {};
+  Multiply<KILN_BITS_DOWN, kInter, kHidden, kStageBytes>(
+      ExpertTiles<KILN_BITS_DOWN, kInter, kHidden>(w_down, tile.expert, column),
+      activated, source, tile.rows,
+      reinterpret_cast<unsigned char*>(kiln_moe_shared), sums);
+  StoreSums<kHidden>(sums, fc2, static_cast<u64>(tokens) * kTopK, tile.first,
+                     tile.rows, column);
+}
+
+#endif
+
+#endif  // KILN_PART != 0

@@ -1,0 +1,223 @@
+#include "templates/fused_moe/template_cpu.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "compiler/base/status_macros.h"
+#include "templates/axes.h"
+#include "templates/fused_moe/op.h"
+#include "templates/registry.h"
+
+namespace kiln {
+namespace {
+
+// Channels of a block of the elementwise steps; kChunk in cpu.cc.
+constexpr uint32_t kChunk = 512;
+
+uint32_t CeilDiv(int64_t value, int64_t by) {
+  return static_cast<uint32_t>((value + by - 1) / by);
+}
+
+class Template : public KernelTemplate {
+ public:
+  absl::string_view name() const override { return "fused_moe.cpu"; }
+
+  uint32_t version() const override { return 1; }
+
+  Op op() const override { return Op::kFusedMoe; }
+
+  Backend backend() const override { return Backend::kCpu; }
+
+  absl::Status Supports(const RequestGeometry& geometry,
+                        const Target& target) const override {
+    if (geometry.op != Op::kFusedMoe || target.backend != Backend::kCpu) {
+      return absl::UnimplementedError(
+          absl::StrCat(name(), " serves fused_moe on CPU targets"));
+    }
+    return absl::OkStatus();
+  }
+
+  ParamSpace Enumerate(const Problem& problem) const override {
+    return OrderPoints(
+        Axes(problem), {"k_tile", "unroll"},
+        [&](const Assignment& point) { return Constraint(problem, point); },
+        [&](const Assignment& point) { return Cost(problem, point); });
+  }
+
+  absl::StatusOr<PlanBody> MakeBody(
+      const Problem& problem, const Assignment& assignment) const override {
+    RETURN_IF_ERROR(CheckAssignment(Axes(problem), assignment));
+    RETURN_IF_ERROR(Constraint(problem, assignment));
+    const RequestGeometry& geometry = problem.geometry;
+    PlanBody body;
+    body.template_name = std::string(name());
+    body.template_version = version();
+    body.assignment = assignment;
+    // Every sum runs in ascending order with one fma per term, whatever the
+    // axes are.
+    body.numerics_class = "w4a16.f16.sequential";
+    body.tolerance = kFusedMoeTolerance;
+    body.deterministic = true;
+    body.cpu_threads = static_cast<uint32_t>(assignment.at("threads"));
+    body.params = FusedMoeParams(geometry);
+    AddSteps(problem, assignment, &body);
+    return body;
+  }
+
+  std::vector<SourceUnit> MakeUnits(
+      const RequestGeometry& geometry, const Target&,
+      const Assignment& assignment) const override {
+    return {Unit(geometry, assignment)};
+  }
+
+ private:
+  static std::vector<Axis> Axes(const Problem& problem) {
+    const int64_t processors = std::max(1, problem.device.multiprocessors);
+    std::vector<int64_t> threads = {processors};
+    if (processors > 1) threads.push_back((processors + 1) / 2);
+    return {{"tokens_tile", {1, 2, 4, 8, 16}},
+            {"channels_tile", {32, 64, 128, 256}},
+            {"k_tile", {64, 128}},
+            {"unroll", {1, 2}},
+            {"threads", threads}};
+  }
+
+  // Output channels that cpu.cc decodes together.
+  static int64_t Group(const Target& target) {
+    return target.level >= 4 ? 32 : 16;
+  }
+
+  static absl::Status Constraint(const Problem& problem,
+                                 const Assignment& point) {
+    const int64_t together = Group(problem.device.target) * point.at("unroll");
+    if (point.at("channels_tile") % together != 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("channels_tile ", point.at("channels_tile"),
+                       " is no multiple of the ", together,
+                       " channels that are decoded together"));
+    }
+    return absl::OkStatus();
+  }
+
+  // Seconds on a nominal core; only the order matters. Each weight of a tile
+  // is decoded once and multiplied with every row of the tile, empty rows
+  // included.
+  static double Cost(const Problem& problem, const Assignment& point) {
+    constexpr double kDecode = 1.0e-9;
+    constexpr double kMultiply = 0.06e-9;
+    const RequestGeometry& geometry = problem.geometry;
+    const auto tile = static_cast<uint32_t>(point.at("tokens_tile"));
+    const double tiles =
+        FusedMoeTilesExpected(geometry, tile, problem.interval.m_max);
+    const double weights = 3.0 * static_cast<double>(geometry.hidden) *
+                           static_cast<double>(geometry.intermediate);
+    const double work = tiles * weights * (kDecode + kMultiply * tile);
+    const auto threads = static_cast<double>(point.at("threads"));
+    // Blocks are claimed one by one: few large ones leave threads idle at the
+    // end of a step.
+    const double blocks =
+        std::max(1.0, tiles * static_cast<double>(geometry.intermediate) /
+                          static_cast<double>(point.at("channels_tile")));
+    double cost = work / threads * (1 + threads / blocks);
+    // Preferences between near-equals, from measurements on AVX-512.
+    if (point.at("channels_tile") != 64) cost *= 1.01;
+    if (point.at("unroll") != 1) cost *= 1.005;
+    if (point.at("k_tile") != 128) cost *= 1.002;
+    return cost;
+  }
+
+  SourceUnit Unit(const RequestGeometry& geometry,
+                  const Assignment& assignment) const {
+    SourceUnit unit;
+    unit.name = "fused_moe/cpu.cc";
+    unit.template_version = version();
+    unit.compute_dtype = "f16";
+    unit.text = absl::StrCat(
+        FusedMoePrelude(geometry),
+        AxisPrelude(assignment,
+                    {"tokens_tile", "channels_tile", "k_tile", "unroll"}),
+        TemplateText("fused_moe/cpu.cc"));
+    unit.headers = DeviceHeaders();
+    unit.entries = {"kiln_moe_cpu_activate", "kiln_moe_cpu_combine",
+                    "kiln_moe_cpu_fc1",      "kiln_moe_cpu_fc2",
+                    "kiln_moe_cpu_rotate",   "kiln_moe_cpu_route"};
+    return unit;
+  }
+
+  // Steps, arguments and slices as the head of cpu.cc lists them.
+  static void AddSteps(const Problem& problem, const Assignment& assignment,
+                       PlanBody* body) {
+    const RequestGeometry& geometry = problem.geometry;
+    const auto tile = static_cast<uint32_t>(assignment.at("tokens_tile"));
+    const auto strip = assignment.at("channels_tile");
+    const auto hidden = static_cast<uint64_t>(geometry.hidden);
+    const auto inter = static_cast<uint64_t>(geometry.intermediate);
+    const uint32_t capacity = problem.interval.m_max;
+    const uint64_t tiles = FusedMoeTilesMax(geometry, tile, capacity);
+    const uint64_t rows = tiles * tile;
+
+    ArenaLayout& arena = body->arena;
+    const Arg tile_expert = Arg::Arena(arena.Add("tile_expert", 4 * tiles));
+    const Arg tile_routes = Arg::Arena(arena.Add("tile_routes", 4 * rows));
+    const Arg route_slot = Arg::Arena(arena.Add(
+        "route_slot",
+        uint64_t{4} * capacity * static_cast<uint64_t>(geometry.top_k)));
+    const Arg gate_in = Arg::Arena(arena.Add("gate_in", 2 * rows * hidden));
+    const Arg up_in = Arg::Arena(arena.Add("up_in", 2 * rows * hidden));
+    const Arg gate_out = Arg::Arena(arena.Add("gate_out", 2 * rows * inter));
+    const Arg up_out = Arg::Arena(arena.Add("up_out", 2 * rows * inter));
+    const Arg down_in = Arg::Arena(arena.Add("down_in", 2 * rows * inter));
+    const Arg down_out = Arg::Arena(arena.Add("down_out", 2 * rows * hidden));
+
+    const LaunchDim one = LaunchDim::Constant(1);
+    const LaunchDim tile_dim = FusedMoeTiles(geometry, tile, 1);
+    const LaunchDim hidden_chunks =
+        LaunchDim::Constant(CeilDiv(geometry.hidden, kChunk));
+    const LaunchDim inter_chunks =
+        LaunchDim::Constant(CeilDiv(geometry.intermediate, kChunk));
+    const LaunchDim hidden_strips =
+        LaunchDim::Constant(CeilDiv(geometry.hidden, strip));
+    const LaunchDim inter_strips =
+        LaunchDim::Constant(CeilDiv(geometry.intermediate, strip));
+    const auto p = FusedMoeArg;
+    using P = FusedMoeParam;
+    const auto add = [body](absl::string_view label,
+                            std::array<LaunchDim, 3> grid,
+                            std::vector<Arg> args) {
+      Step step;
+      step.label = std::string(label);
+      step.entry = absl::StrCat("kiln_moe_cpu_", label);
+      step.grid = grid;
+      step.args = std::move(args);
+      body->steps.push_back(std::move(step));
+    };
+    add("route", {one, one, one},
+        {Arg::Tokens(), p(P::kTopkIds), tile_expert, tile_routes, route_slot});
+    add("rotate", {tile_dim, hidden_chunks, one},
+        {tile_expert, tile_routes, p(P::kX), p(P::kGateSuh), p(P::kUpSuh),
+         gate_in, up_in});
+    add("fc1", {tile_dim, inter_strips, LaunchDim::Constant(2)},
+        {tile_expert, p(P::kWGate), p(P::kWUp), gate_in, up_in, gate_out,
+         up_out});
+    add("activate", {tile_dim, inter_chunks, one},
+        {tile_expert, tile_routes, p(P::kRotations), gate_out, up_out,
+         down_in});
+    add("fc2", {tile_dim, hidden_strips, one},
+        {tile_expert, p(P::kWDown), down_in, down_out});
+    add("combine",
+        {LaunchDim::Of({.mul = 1, .add = 0, .div = 1}), hidden_chunks, one},
+        {tile_expert, route_slot, p(P::kTopkWeights), p(P::kDownSvh), down_out,
+         p(P::kOut)});
+  }
+};
+
+}  // namespace
+
+const KernelTemplate* FusedMoeCpuTemplate() {
+  static const auto* const instance = new Template;
+  return instance;
+}
+
+}  // namespace kiln

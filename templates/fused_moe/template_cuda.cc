@@ -1,0 +1,349 @@
+#include "templates/fused_moe/template_cuda.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "compiler/base/status_macros.h"
+#include "templates/axes.h"
+#include "templates/fused_moe/op.h"
+#include "templates/registry.h"
+
+namespace kiln {
+namespace {
+
+constexpr uint32_t kRouteThreads = 1024;
+constexpr uint32_t kHelperThreads = 128;
+constexpr uint32_t kHelperWarps = kHelperThreads / 32;
+// Sums that a thread may hold without spilling.
+constexpr int64_t kSumsMax = 128;
+
+// One of the two matrix products.
+struct Product {
+  int64_t inputs = 0;   // k
+  int64_t outputs = 0;  // n, gate and up together for fc1
+  int bits = 0;
+};
+
+Product Fc1(const RequestGeometry& geometry) {
+  const Bits& bits = geometry.weights.bits;
+  return {geometry.hidden, 2 * geometry.intermediate,
+          std::max(bits.gate, bits.up)};
+}
+
+Product Fc2(const RequestGeometry& geometry) {
+  return {geometry.intermediate, geometry.hidden, geometry.weights.bits.down};
+}
+
+// Ring of packed weights and padded operand rows; README.md, "Steps".
+int64_t SharedBytes(const Product& product, const Assignment& point) {
+  const int64_t k_tile = point.at("k_tile");
+  return point.at("stages") *
+         (k_tile * point.at("channels_tile") * product.bits / 8 +
+          point.at("tokens_tile") * (k_tile + 8) * 2);
+}
+
+class Template : public KernelTemplate {
+ public:
+  absl::string_view name() const override { return "fused_moe.cuda"; }
+
+  uint32_t version() const override { return 1; }
+
+  Op op() const override { return Op::kFusedMoe; }
+
+  Backend backend() const override { return Backend::kCuda; }
+
+  absl::Status Supports(const RequestGeometry& geometry,
+                        const Target& target) const override {
+    if (geometry.op != Op::kFusedMoe || target.backend != Backend::kCuda ||
+        target.level < 80) {
+      return absl::UnimplementedError(
+          absl::StrCat(name(), " serves fused_moe on sm_80 and later, not on ",
+                       target.ToString()));
+    }
+    return absl::OkStatus();
+  }
+
+  ParamSpace Enumerate(const Problem& problem) const override {
+    return OrderPoints(
+        Axes(), {"k_tile", "stages"},
+        [&](const Assignment& point) { return Constraint(problem, point); },
+        [&](const Assignment& point) { return Cost(problem, point); });
+  }
+
+  absl::StatusOr<PlanBody> MakeBody(
+      const Problem& problem, const Assignment& assignment) const override {
+    RETURN_IF_ERROR(CheckAssignment(Axes(), assignment));
+    RETURN_IF_ERROR(Constraint(problem, assignment));
+    const RequestGeometry& geometry = problem.geometry;
+    PlanBody body;
+    body.template_name = std::string(name());
+    body.template_version = version();
+    body.assignment = assignment;
+    // A sum's order depends on the number of K slices alone.
+    body.numerics_class =
+        absl::StrCat("w4a16.f16.fc1x", assignment.at("split_fc1"), ".fc2x",
+                     assignment.at("split_fc2"));
+    body.tolerance = kFusedMoeTolerance;
+    body.deterministic = true;
+    body.params = FusedMoeParams(geometry);
+    AddSteps(problem, assignment, &body);
+    return body;
+  }
+
+  std::vector<SourceUnit> MakeUnits(
+      const RequestGeometry& geometry, const Target&,
+      const Assignment& assignment) const override {
+    return {SupportUnit(geometry), ProductUnit(geometry, assignment)};
+  }
+
+ private:
+  static std::vector<Axis> Axes() {
+    return {{"tokens_tile", {8, 16, 32, 64, 128}},
+            {"channels_tile", {64, 128, 256}},
+            {"k_tile", {32, 64, 128}},
+            {"warps", {4, 8}},
+            {"stages", {2, 3, 4, 6}},
+            {"split_fc1", {1, 2, 4, 8}},
+            {"split_fc2", {1, 2, 4}}};
+  }
+
+  static absl::Status Constraint(const Problem& problem,
+                                 const Assignment& point) {
+    const RequestGeometry& geometry = problem.geometry;
+    const int64_t channels = point.at("channels_tile");
+    const int64_t warps = point.at("warps");
+    if (geometry.intermediate % channels != 0 ||
+        geometry.hidden % channels != 0) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "channels_tile ", channels, " does not divide intermediate ",
+          geometry.intermediate, " and hidden ", geometry.hidden));
+    }
+    if (channels < 16 * warps) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("channels_tile ", channels, " gives ", warps,
+                       " warps less than one tile of 16 channels each"));
+    }
+    const int64_t sums =
+        channels / 16 / warps * point.at("tokens_tile") / 8 * 4;
+    if (sums > kSumsMax) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          sums, " sums per thread, at most ", kSumsMax, " fit the registers"));
+    }
+    if (point.at("split_fc1") > geometry.hidden / 128 ||
+        point.at("split_fc2") > geometry.intermediate / 128) {
+      return absl::InvalidArgumentError(
+          "more K slices than blocks of 128 input channels");
+    }
+    const int64_t shared = std::max(SharedBytes(Fc1(geometry), point),
+                                    SharedBytes(Fc2(geometry), point));
+    if (shared > problem.device.shared_bytes_max) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("shared memory ", shared, " B exceeds the ",
+                       problem.device.shared_bytes_max, " B of a block on ",
+                       problem.device.target.ToString()));
+    }
+    return absl::OkStatus();
+  }
+
+  // Cycles of the two products on a nominal device; only the order matters.
+  // Per 16 x 16 tile a warp decodes 256 weights and issues one MMA per 8
+  // tokens; both share the issue slots of one of four sub-cores.
+  static double Cost(const Problem& problem, const Assignment& point) {
+    double cost = 0;
+    for (const auto& [product, split] :
+         {std::pair{Fc1(problem.geometry), point.at("split_fc1")},
+          std::pair{Fc2(problem.geometry), point.at("split_fc2")}}) {
+      cost += ProductCost(problem, point, product, split);
+    }
+    return cost;
+  }
+
+  static double ProductCost(const Problem& problem, const Assignment& point,
+                            const Product& product, int64_t split) {
+    constexpr double kDecodeCycles = 50;
+    constexpr double kMmaCycles = 8;
+    constexpr double kStageCycles = 60;    // barrier and address work
+    constexpr double kBlockCycles = 1500;  // fill, drain, launch
+    const RequestGeometry& geometry = problem.geometry;
+    const DeviceProfile& device = problem.device;
+    const auto tile = static_cast<uint32_t>(point.at("tokens_tile"));
+    const auto warps = static_cast<double>(point.at("warps"));
+    const auto channels = static_cast<double>(point.at("channels_tile"));
+    const double tiles =
+        FusedMoeTilesExpected(geometry, tile, problem.interval.m_max);
+    const double rows = static_cast<double>(problem.interval.m_max) *
+                        static_cast<double>(geometry.top_k);
+    // Groups of 16 tokens without rows are skipped.
+    const double live =
+        std::min<double>(tile, std::ceil(rows / tiles / 16) * 16);
+    const double mmas = std::max(1.0, std::min<double>(tile, live) / 8);
+    const double slice =
+        static_cast<double>(product.inputs) / static_cast<double>(split);
+    const double steps = slice / 16 * channels / 16 / warps;
+    const double stages = slice / static_cast<double>(point.at("k_tile"));
+    const double per_warp =
+        steps * (kDecodeCycles + kMmaCycles * mmas) + stages * kStageCycles;
+    const double blocks = tiles * static_cast<double>(product.outputs) /
+                          channels * static_cast<double>(split);
+    // Resident blocks: shared memory and about 128 registers per thread.
+    const auto shared = static_cast<double>(SharedBytes(product, point));
+    const double resident = std::clamp(
+        std::floor(std::min(
+            static_cast<double>(device.shared_bytes_per_sm) / (shared + 1024),
+            static_cast<double>(device.registers_per_sm) / (warps * 32 * 128))),
+        1.0, 16.0);
+    const double processors = std::max(1, device.multiprocessors);
+    const double waves = std::ceil(blocks / (processors * resident));
+    const double in_flight = std::min(resident, std::ceil(blocks / processors));
+    // Warps of one sub-core share its issue slots; with few of them latency
+    // shows.
+    const double per_core = std::max(1.0, in_flight * warps / 4);
+    const double efficiency = per_core / (per_core + 1.5);
+    double cost = waves * (per_warp * per_core / efficiency + kBlockCycles);
+    if (split > 1) {
+      // fp32 partial sums are written and read again.
+      cost += rows * static_cast<double>(product.outputs) * 8 *
+              static_cast<double>(split) / (processors * 16);
+    }
+    return cost;
+  }
+
+  SourceUnit Unit(const RequestGeometry& geometry, int part,
+                  const std::string& axes,
+                  std::vector<std::string> entries) const {
+    SourceUnit unit;
+    unit.name = "fused_moe/cuda.cu";
+    unit.template_version = version();
+    unit.compute_dtype = "f16";
+    unit.text =
+        absl::StrCat(FusedMoePrelude(geometry), "#define KILN_PART ", part,
+                     "\n", axes, TemplateText("fused_moe/cuda.cu"));
+    for (const auto& header : DeviceHeaders()) {
+      if (header.first.rfind("device/cpu_", 0) != 0) {
+        unit.headers.push_back(header);
+      }
+    }
+    unit.entries = std::move(entries);
+    return unit;
+  }
+
+  SourceUnit SupportUnit(const RequestGeometry& geometry) const {
+    std::vector<std::string> entries = {"kiln_moe_activate",
+                                        "kiln_moe_combine"};
+    if (!geometry.weights.shared_scales) entries.push_back("kiln_moe_rotate");
+    entries.push_back("kiln_moe_route");
+    return Unit(geometry, 0, "", std::move(entries));
+  }
+
+  SourceUnit ProductUnit(const RequestGeometry& geometry,
+                         const Assignment& assignment) const {
+    return Unit(geometry, 1,
+                AxisPrelude(assignment, {"tokens_tile", "channels_tile",
+                                         "k_tile", "warps", "stages"}),
+                {"kiln_moe_fc1", "kiln_moe_fc2"});
+  }
+
+  // Steps, arguments and slices as README.md, "CUDA", lists them.
+  static void AddSteps(const Problem& problem, const Assignment& assignment,
+                       PlanBody* body) {
+    const RequestGeometry& geometry = problem.geometry;
+    const bool shared = geometry.weights.shared_scales;
+    const auto tile = static_cast<uint32_t>(assignment.at("tokens_tile"));
+    const auto channels = static_cast<uint32_t>(assignment.at("channels_tile"));
+    const auto threads = static_cast<uint32_t>(assignment.at("warps") * 32);
+    const auto split1 = static_cast<uint32_t>(assignment.at("split_fc1"));
+    const auto split2 = static_cast<uint32_t>(assignment.at("split_fc2"));
+    const auto hidden = static_cast<uint32_t>(geometry.hidden);
+    const auto inter = static_cast<uint32_t>(geometry.intermediate);
+    const auto experts = static_cast<uint32_t>(geometry.experts);
+    const auto top_k = static_cast<uint32_t>(geometry.top_k);
+    const uint32_t capacity = problem.interval.m_max;
+    const uint64_t routes = uint64_t{capacity} * top_k;
+
+    ArenaLayout& arena = body->arena;
+    const auto slice = [&arena](absl::string_view name, uint64_t bytes) {
+      return Arg::Arena(arena.Add(name, bytes));
+    };
+    const uint64_t operand =
+        uint64_t{2} * hidden * (shared ? capacity : routes);
+    const Arg tiles =
+        slice("tiles", 16 * FusedMoeTilesMax(geometry, tile, capacity));
+    const Arg totals = slice("totals", 16);
+    const Arg rows = slice("rows", 8 * routes);
+    const Arg positions = slice("positions", 4 * routes);
+    const Arg gate = slice("gate_operand", operand);
+    const Arg up = slice("up_operand", operand);
+    const Arg fc1 =
+        slice("fc1", split1 == 1 ? 4 * inter * routes
+                                 : uint64_t{8} * inter * split1 * routes);
+    const Arg activated = slice("activated", uint64_t{2} * inter * routes);
+    const Arg fc2 =
+        slice("fc2", split2 == 1 ? uint64_t{2} * hidden * routes
+                                 : uint64_t{4} * hidden * split2 * routes);
+
+    const auto p = FusedMoeArg;
+    using P = FusedMoeParam;
+    const LaunchDim one = LaunchDim::Constant(1);
+    const auto warps_over = [](uint32_t per_token) {
+      return LaunchDim::Of({.mul = per_token, .add = 0, .div = kHelperWarps});
+    };
+    const auto add = [body](absl::string_view label, uint32_t program,
+                            LaunchDim x, LaunchDim y, uint32_t block,
+                            uint32_t shared_bytes, std::vector<Arg> args) {
+      Step step;
+      step.label = std::string(label);
+      step.program = program;
+      step.entry = absl::StrCat("kiln_moe_", label);
+      step.grid = {x, y, LaunchDim::Constant(1)};
+      step.block = {block, 1, 1};
+      step.dynamic_shared_bytes = shared_bytes;
+      step.args = std::move(args);
+      body->steps.push_back(std::move(step));
+    };
+    if (shared) {
+      // Blocks beyond the experts rotate the tokens, one warp per 128 block.
+      add("route", 0,
+          LaunchDim::Of({.mul = hidden / 128, .add = 32 * experts, .div = 32}),
+          one, kRouteThreads, 0,
+          {p(P::kTopkIds), rows, positions, tiles, totals, p(P::kX),
+           p(P::kGateSuh), p(P::kUpSuh), gate, up, Arg::Tokens(),
+           Arg::U32(tile)});
+    } else {
+      add("route", 0, LaunchDim::Constant(experts), one, kRouteThreads, 0,
+          {p(P::kTopkIds), rows, positions, tiles, totals, Arg::Tokens(),
+           Arg::U32(tile)});
+      add("rotate", 0, warps_over(top_k * (hidden / 128)), one, kHelperThreads,
+          0, {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), rows, totals, gate, up});
+    }
+    add("fc1", 1, FusedMoeTiles(geometry, tile, 2 * inter / channels),
+        LaunchDim::Constant(split1), threads,
+        static_cast<uint32_t>(SharedBytes(Fc1(geometry), assignment)),
+        {gate, up, p(P::kWGate), p(P::kWUp), rows, tiles, totals, fc1,
+         Arg::Tokens()});
+    add("activate", 0, warps_over(top_k * (inter / 128)), one, kHelperThreads,
+        0,
+        {fc1, p(P::kRotations), rows, totals, activated, Arg::Tokens(),
+         Arg::U32(split1)});
+    add("fc2", 1, FusedMoeTiles(geometry, tile, hidden / channels),
+        LaunchDim::Constant(split2), threads,
+        static_cast<uint32_t>(SharedBytes(Fc2(geometry), assignment)),
+        {activated, p(P::kWDown), tiles, totals, fc2, Arg::Tokens()});
+    add("combine", 0, warps_over(hidden / 128), one, kHelperThreads, 0,
+        {fc2, p(P::kDownSvh), p(P::kTopkWeights), positions, rows, p(P::kOut),
+         Arg::Tokens(), Arg::U32(split2)});
+  }
+};
+
+}  // namespace
+
+const KernelTemplate* FusedMoeCudaTemplate() {
+  static const auto* const instance = new Template;
+  return instance;
+}
+
+}  // namespace kiln

@@ -1,0 +1,34 @@
+// The explicit list of kernel templates. A new template is one line here; see
+// templates/README.md.
+
+#ifndef KILN_TEMPLATES_REGISTRY_H_
+#define KILN_TEMPLATES_REGISTRY_H_
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "compiler/spec/kernel_template.h"
+
+namespace kiln {
+
+// All templates, in a fixed order. They live for the whole process.
+const std::vector<const KernelTemplate*>& AllTemplates();
+
+// Those that serve `op` on `backend`.
+std::vector<const KernelTemplate*> TemplatesFor(Op op, Backend backend);
+
+// The template named `name`, or null.
+const KernelTemplate* FindTemplate(absl::string_view name);
+
+// Text of a file under templates/ as it was when Kiln was built, by its path
+// relative to templates/, for example "fused_moe/cuda.cu". Aborts on an unknown
+// name: names are compiled in.
+const std::string& TemplateText(absl::string_view name);
+
+// Every device header as (virtual name, text), sorted by name.
+const std::vector<std::pair<std::string, std::string>>& DeviceHeaders();
+
+}  // namespace kiln
+
+#endif  // KILN_TEMPLATES_REGISTRY_H_

@@ -1,0 +1,91 @@
+#include "cache/file_system.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "tests/support/golden.h"
+#include "tests/support/status_matchers.h"
+
+namespace kiln {
+namespace {
+
+using ::kiln::testing::ScratchFolder;
+using ::kiln::testing::StatusIs;
+
+struct FileSystemCase {
+  const char* name;
+  FileSystemInfo info;
+  const char* network;  // "" = local
+};
+
+class FileSystemNameTest : public ::testing::TestWithParam<FileSystemCase> {};
+
+TEST_P(FileSystemNameTest, TellsNetworkFromLocal) {
+  EXPECT_EQ(NetworkFileSystemName(GetParam().info), GetParam().network);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Known, FileSystemNameTest,
+    ::testing::Values(
+        FileSystemCase{"Ext4", {0xEF53, ""}, ""},
+        FileSystemCase{"Xfs", {0x58465342, ""}, ""},
+        FileSystemCase{"Btrfs", {0x9123683E, ""}, ""},
+        FileSystemCase{"Tmpfs", {0x01021994, ""}, ""},
+        FileSystemCase{"Overlay", {0x794C7630, ""}, ""},
+        FileSystemCase{"Nfs", {0x6969, ""}, "NFS"},
+        FileSystemCase{"Cifs", {0xFF534D42, ""}, "CIFS"},
+        FileSystemCase{"Smb2", {0xFE534D42, ""}, "SMB2"},
+        FileSystemCase{"Lustre", {0x0BD00BD0, ""}, "Lustre"},
+        FileSystemCase{"Ceph", {0x00C36400, ""}, "Ceph"},
+        FileSystemCase{"NineP", {0x01021997, ""}, "9P"},
+        FileSystemCase{
+            "Sshfs", {0x65735546, "fuse.sshfs"}, "FUSE (fuse.sshfs)"},
+        FileSystemCase{"UnknownFuse", {0x65735546, ""}, "FUSE"},
+        FileSystemCase{"FuseOverlay", {0x65735546, "fuse.fuse-overlayfs"}, ""}),
+    [](const auto& test) { return std::string(test.param.name); });
+
+TEST(FileSystemTest, ProbesAFolder) {
+  const ScratchFolder folder;
+  ASSERT_OK_AND_ASSIGN(const FileSystemInfo info,
+                       ProbeFileSystem(folder.path()));
+  EXPECT_NE(info.magic, 0u);
+}
+
+TEST(FileSystemTest, ProbeNamesAMissingPath) {
+  EXPECT_THAT(ProbeFileSystem("/nonexistent/kiln"),
+              StatusIs(absl::StatusCode::kNotFound,
+                       ::testing::HasSubstr("/nonexistent/kiln")));
+}
+
+TEST(FileSystemTest, StampMovesWhenAFileIsRewrittenWithItsOldTime) {
+  const ScratchFolder folder;
+  const std::string path = folder.File("library.so");
+  std::ofstream(path) << "one";
+  ASSERT_OK_AND_ASSIGN(const FileStamp before, StampFile(path));
+  struct stat info;
+  ASSERT_EQ(stat(path.c_str(), &info), 0);
+  // The clock of file times ticks in jiffies.
+  FileStamp after = before;
+  for (int i = 0; i < 200 && after == before; ++i) {
+    std::ofstream(path) << "two";
+    const timespec times[2] = {info.st_atim, info.st_mtim};
+    ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), times, 0), 0);
+    ASSERT_OK_AND_ASSIGN(after, StampFile(path));
+  }
+  EXPECT_EQ(after.mtime_ns, before.mtime_ns);
+  EXPECT_EQ(after.size, before.size);
+  EXPECT_NE(after.ctime_ns, before.ctime_ns);
+}
+
+TEST(FileSystemTest, RefusesToStampAFolder) {
+  const ScratchFolder folder;
+  EXPECT_THAT(StampFile(folder.path()),
+              StatusIs(absl::StatusCode::kFailedPrecondition));
+}
+
+}  // namespace
+}  // namespace kiln

@@ -1,0 +1,452 @@
+#include "compiler/spec/manifest.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "tests/support/golden.h"
+#include "tests/support/status_matchers.h"
+
+namespace kiln {
+namespace {
+
+using ::kiln::testing::ExpectGolden;
+using ::kiln::testing::ReadTestFile;
+using ::kiln::testing::ScratchFolder;
+using ::kiln::testing::SourcePath;
+using ::kiln::testing::StatusIs;
+using ::testing::ElementsAre;
+using ::testing::Eq;
+using ::testing::HasSubstr;
+
+// A small manifest; the line numbers of the tests below are those here.
+const char* const kSmall =
+    "{\n"                                       // 1
+    " \"schema\": \"kiln.model/1\",\n"          // 2
+    " \"name\": \"tiny\",\n"                    // 3
+    " \"requests\": [\n"                        // 4
+    "  {\n"                                     // 5
+    "   \"name\": \"moe\",\n"                   // 6
+    "   \"op\": \"fused_moe\",\n"               // 7
+    "   \"layers\": 2,\n"                       // 8
+    "   \"hidden\": 256,\n"                     // 9
+    "   \"intermediate\": 128,\n"               // 10
+    "   \"experts\": 8,\n"                      // 11
+    "   \"top_k\": 2,\n"                        // 12
+    "   \"activation\": \"silu\",\n"            // 13
+    "   \"io_dtype\": \"bf16\",\n"              // 14
+    "   \"id_dtype\": \"i32\",\n"               // 15
+    "   \"weights\": {\"format\": \"exl3\",\n"  // 16
+    "     \"codebook\": \"mcg\",\n"             // 17
+    "     \"bits\": 4},\n"                      // 18
+    "   \"recipe\": \"w4a16\",\n"               // 19
+    "   \"capacities\": [1, 2, 4]\n"            // 20
+    "  }\n"                                     // 21
+    " ]\n"                                      // 22
+    "}\n";                                      // 23
+
+std::string Changed(const std::string& from, const std::string& to) {
+  const std::string text = kSmall;
+  const size_t at = text.find(from);
+  EXPECT_NE(at, std::string::npos) << from;
+  EXPECT_EQ(text.find(from, at + 1), std::string::npos) << from << " is twice";
+  return absl::StrReplaceAll(text, {{from, to}});
+}
+
+class ModelTest : public ::testing::TestWithParam<const char*> {};
+
+INSTANTIATE_TEST_SUITE_P(Models, ModelTest,
+                         ::testing::Values("deepseek-v3-tp8", "mixtral-8x7b",
+                                           "olmoe-1b-7b", "qwen3-30b-a3b"),
+                         [](const auto& path) {
+                           return absl::StrReplaceAll(path.param, {{"-", "_"}});
+                         });
+
+TEST_P(ModelTest, CanonicalTextIsAFixedPointAndGolden) {
+  const std::string path =
+      SourcePath(absl::StrCat("tests/data/models/", GetParam(), ".json"));
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest, ReadManifest(path));
+  const std::string text = ManifestToJson(manifest);
+  ASSERT_OK_AND_ASSIGN(const Manifest again, ParseManifest(text, "again"));
+  EXPECT_EQ(ManifestToJson(again), text);
+  ExpectGolden(text, absl::StrCat("manifest.v1/", GetParam(), ".json"));
+}
+
+TEST_P(ModelTest, CanonicalisesToOneRequestWithGapFreeIntervals) {
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest,
+                       ReadManifest(SourcePath(absl::StrCat(
+                           "tests/data/models/", GetParam(), ".json"))));
+  ASSERT_OK_AND_ASSIGN(const std::vector<PlannedRequest> planned,
+                       Canonicalize(manifest, 0));
+  ASSERT_EQ(planned.size(), 1u);
+  EXPECT_THAT(planned[0].names, ElementsAre("moe"));
+  ASSERT_EQ(planned[0].intervals.size(), 13u);
+  uint32_t next = 1;
+  for (const Interval& interval : planned[0].intervals) {
+    EXPECT_EQ(interval.m_min, next);
+    EXPECT_GE(interval.m_max, interval.m_min);
+    next = interval.m_max + 1;
+  }
+  EXPECT_EQ(next, 4097u);
+}
+
+TEST_P(ModelTest, EveryTruncationIsAnError) {
+  const std::string text = ReadTestFile(
+      SourcePath(absl::StrCat("tests/data/models/", GetParam(), ".json")));
+  const size_t last = text.rfind('}');
+  for (size_t size = 0; size <= last; ++size) {
+    ASSERT_THAT(ParseManifest(absl::string_view(text).substr(0, size), "f"),
+                StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("f:")))
+        << size;
+  }
+}
+
+TEST(ParseManifestTest, ReadsEveryField) {
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest, ParseManifest(kSmall, "f"));
+  EXPECT_EQ(manifest.name, "tiny");
+  ASSERT_EQ(manifest.requests.size(), 1u);
+  const Request& request = manifest.requests[0];
+  EXPECT_EQ(request.name, "moe");
+  EXPECT_THAT(request.layers, ElementsAre(0, 1));
+  EXPECT_THAT(request.capacities, ElementsAre(1, 2, 4));
+  RequestGeometry expected;
+  expected.hidden = 256;
+  expected.intermediate = 128;
+  expected.experts = 8;
+  expected.top_k = 2;
+  expected.weights.bits = {.gate = 4, .up = 4, .down = 4};
+  EXPECT_EQ(request.geometry, expected);
+}
+
+TEST(ParseManifestTest, ReadsTheOtherSpellings) {
+  const std::string text = absl::StrReplaceAll(
+      kSmall, {{"\"layers\": 2", "\"layers\": [3, 5, 1023]"},
+               {"\"bits\": 4",
+                "\"bits\": {\"down\": 8, \"gate\": 1, "
+                "\"up\": 2}, \"scales\": \"shared\""},
+               {"\"mcg\"", "\"mul1\""},
+               {"bf16", "f16"},
+               {"i32", "i64"},
+               {"[1, 2, 4]", "[65536], \"deterministic\": true"}});
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest, ParseManifest(text, "f"));
+  const Request& request = manifest.requests[0];
+  EXPECT_THAT(request.layers, ElementsAre(3, 5, 1023));
+  EXPECT_THAT(request.capacities, ElementsAre(65536));
+  const RequestGeometry& geometry = request.geometry;
+  EXPECT_EQ(geometry.weights.bits, (Bits{.gate = 1, .up = 2, .down = 8}));
+  EXPECT_EQ(geometry.weights.codebook, Codebook::kMul1);
+  EXPECT_TRUE(geometry.weights.shared_scales);
+  EXPECT_TRUE(geometry.deterministic);
+  EXPECT_EQ(geometry.io_dtype, DType::kF16);
+  EXPECT_EQ(geometry.id_dtype, DType::kI64);
+  // All of it survives the canonical text.
+  ASSERT_OK_AND_ASSIGN(const Manifest again,
+                       ParseManifest(ManifestToJson(manifest), "f"));
+  EXPECT_EQ(again.requests[0].geometry, geometry);
+  EXPECT_EQ(again.requests[0].layers, request.layers);
+}
+
+struct BadInput {
+  const char* name;
+  std::string from;
+  std::string to;
+  std::string message;  // whole
+};
+
+std::vector<BadInput> BadInputs() {
+  const auto capacities_of = [](size_t count) {
+    std::vector<std::string> values;
+    for (size_t i = 1; i <= count; ++i) values.push_back(absl::StrCat(i));
+    return absl::StrCat("[", absl::StrJoin(values, ","), "]");
+  };
+  const std::string long_name(129, 'n');
+  const std::string request_keys =
+      "name, op, layers, hidden, intermediate, experts, top_k, activation, "
+      "io_dtype, id_dtype, weights, recipe, capacities, deterministic";
+  return {
+      // Keys.
+      {"UnknownRequestKey", "\"hidden\"", "\"hiden\"",
+       "m.json:9:4: unknown key \"hiden\" in request; known: " + request_keys},
+      {"UnknownManifestKey", " \"name\": \"tiny\"",
+       " \"nom\": 1, \"name\": \"tiny\"",
+       "m.json:3:2: unknown key \"nom\" in manifest; known: schema, name, "
+       "requests"},
+      {"UnknownWeightsKey", "\"bits\": 4", "\"bits\": 4, \"group\": 128",
+       "m.json:18:17: unknown key \"group\" in \"weights\"; known: format, "
+       "codebook, bits, scales"},
+      {"UnknownBitsKey", "\"bits\": 4", "\"bits\": {\"gat\": 4}",
+       "m.json:18:15: unknown key \"gat\" in \"bits\"; known: gate, up, down"},
+      {"MissingKey", "   \"recipe\": \"w4a16\",\n", "",
+       "m.json:5:3: request lacks the key \"recipe\""},
+      {"MissingBits", ",\n     \"bits\": 4}", "}",
+       "m.json:16:15: \"weights\" lacks the key \"bits\""},
+      {"MissingOneOfBits", "\"bits\": 4", "\"bits\": {\"gate\": 4, \"up\": 4}",
+       "m.json:18:14: \"bits\" lacks the key \"down\""},
+      {"DuplicateKey", "\"experts\": 8", "\"hidden\": 8",
+       "m.json:11:4: duplicate key \"hidden\", first on line 9"},
+      // Sizes.
+      {"ZeroHidden", "\"hidden\": 256", "\"hidden\": 0",
+       "m.json:9:14: \"hidden\" is 0, must be within 128..65536"},
+      {"NegativeHidden", "\"hidden\": 256", "\"hidden\": -256",
+       "m.json:9:14: \"hidden\" is -256, must be within 128..65536"},
+      {"HugeHidden", "\"hidden\": 256", "\"hidden\": 9223372036854775807",
+       "m.json:9:14: \"hidden\" is 9223372036854775807, must be within "
+       "128..65536"},
+      {"HugerHidden", "\"hidden\": 256", "\"hidden\": 9223372036854775808",
+       "m.json:9:14: number 9223372036854775808 is out of range"},
+      {"HugestHidden", "\"hidden\": 256", "\"hidden\": 1e300",
+       "m.json:9:14: \"hidden\" must be an integer, found 1e+300"},
+      {"RaggedHidden", "\"hidden\": 256", "\"hidden\": 192",
+       "m.json:9:14: \"hidden\" is 192, must be a multiple of 128 (the "
+       "Hadamard block)"},
+      {"ZeroIntermediate", "\"intermediate\": 128", "\"intermediate\": 0",
+       "m.json:10:20: \"intermediate\" is 0, must be within 128..262144"},
+      {"HugeIntermediate", "\"intermediate\": 128", "\"intermediate\": 262272",
+       "m.json:10:20: \"intermediate\" is 262272, must be within 128..262144"},
+      {"RaggedIntermediate", "\"intermediate\": 128", "\"intermediate\": 129",
+       "m.json:10:20: \"intermediate\" is 129, must be a multiple of 128 (the "
+       "Hadamard block)"},
+      {"ZeroExperts", "\"experts\": 8", "\"experts\": 0",
+       "m.json:11:15: \"experts\" is 0, must be within 1..1024"},
+      {"HugeExperts", "\"experts\": 8", "\"experts\": 1025",
+       "m.json:11:15: \"experts\" is 1025, must be within 1..1024"},
+      {"ZeroTopK", "\"top_k\": 2", "\"top_k\": 0",
+       "m.json:12:13: \"top_k\" is 0, must be within 1..32"},
+      {"HugeTopK", "\"top_k\": 2", "\"top_k\": 33",
+       "m.json:12:13: \"top_k\" is 33, must be within 1..32"},
+      {"TopKAboveExperts", "\"top_k\": 2", "\"top_k\": 9",
+       "m.json:12:13: \"top_k\" is 9, must be at most \"experts\" (8)"},
+      {"ZeroBits", "\"bits\": 4", "\"bits\": 0",
+       "m.json:18:14: \"bits\" is 0, must be within 1..8"},
+      {"NineBits", "\"bits\": 4", "\"bits\": 9",
+       "m.json:18:14: \"bits\" is 9, must be within 1..8"},
+      {"NineBitsOfOne", "\"bits\": 4",
+       "\"bits\": {\"gate\": 4, \"up\": 9, \"down\": 4}",
+       "m.json:18:32: \"up\" is 9, must be within 1..8"},
+      {"FractionalBits", "\"bits\": 4", "\"bits\": 4.5",
+       "m.json:18:14: \"bits\" must be an integer, found 4.5"},
+      // Lists.
+      {"EmptyCapacities", "[1, 2, 4]", "[]",
+       "m.json:20:18: \"capacities\" has 0 entries, must have 1..64"},
+      {"TooManyCapacities", "[1, 2, 4]", capacities_of(65),
+       "m.json:20:18: \"capacities\" has 65 entries, must have 1..64"},
+      {"DuplicateCapacity", "[1, 2, 4]", "[1, 2, 2, 4]",
+       "m.json:20:25: \"capacities\" has 2 twice"},
+      {"UnsortedCapacities", "[1, 2, 4]", "[1, 4, 2]",
+       "m.json:20:25: \"capacities\" has 2 after 4, must ascend"},
+      {"ZeroCapacity", "[1, 2, 4]", "[0, 1]",
+       "m.json:20:19: \"capacities\" is 0, must be within 1..65536"},
+      {"HugeCapacity", "[1, 2, 4]", "[1, 65537]",
+       "m.json:20:22: \"capacities\" is 65537, must be within 1..65536"},
+      {"TextCapacity", "[1, 2, 4]", "[1, \"2\"]",
+       "m.json:20:22: \"capacities\" must be an integer, found \"2\""},
+      {"CapacitiesNoList", "[1, 2, 4]", "4",
+       "m.json:20:18: \"capacities\" must be an array, found 4"},
+      {"ZeroLayers", "\"layers\": 2", "\"layers\": 0",
+       "m.json:8:14: \"layers\" is 0, must be within 1..1024"},
+      {"HugeLayers", "\"layers\": 2", "\"layers\": 1025",
+       "m.json:8:14: \"layers\" is 1025, must be within 1..1024"},
+      {"EmptyLayers", "\"layers\": 2", "\"layers\": []",
+       "m.json:8:14: \"layers\" is empty, must name a layer"},
+      {"RepeatedLayer", "\"layers\": 2", "\"layers\": [1, 1]",
+       "m.json:8:18: \"layers\" has 1 after 1, must ascend without repeats"},
+      {"NegativeLayer", "\"layers\": 2", "\"layers\": [-1]",
+       "m.json:8:15: \"layers\" is -1, must be within 0..1023"},
+      // Words.
+      {"UnknownOp", "\"fused_moe\"", "\"gemm\"",
+       "m.json:7:10: \"op\" is \"gemm\", must be one of \"fused_moe\""},
+      {"UnknownActivation", "\"silu\"", "\"gelu\"",
+       "m.json:13:18: \"activation\" is \"gelu\", must be one of \"silu\""},
+      {"UnknownIoDtype", "\"bf16\"", "\"f32\"",
+       "m.json:14:16: \"io_dtype\" is \"f32\", must be one of \"bf16\", "
+       "\"f16\""},
+      {"UnknownIdDtype", "\"i32\"", "\"u32\"",
+       "m.json:15:16: \"id_dtype\" is \"u32\", must be one of \"i32\", "
+       "\"i64\""},
+      {"UnknownFormat", "\"exl3\"", "\"exl2\"",
+       "m.json:16:26: \"format\" is \"exl2\", must be one of \"exl3\""},
+      {"UnknownCodebook", "\"mcg\"", "\"mcg2\"",
+       "m.json:17:18: \"codebook\" is \"mcg2\", must be one of \"3inst\", "
+       "\"mcg\", \"mul1\""},
+      {"UnknownRecipe", "\"w4a16\"", "\"w4a4\"",
+       "m.json:19:14: \"recipe\" is \"w4a4\", must be one of \"w4a16\""},
+      {"UnknownScales", "\"bits\": 4", "\"bits\": 4, \"scales\": \"both\"",
+       "m.json:18:27: \"scales\" is \"both\", must be one of \"per_expert\", "
+       "\"shared\""},
+      {"OtherSchema", "kiln.model/1", "kiln.model/2",
+       "m.json:2:12: \"schema\" is \"kiln.model/2\", this build reads "
+       "\"kiln.model/1\""},
+      {"OtherSchemaBeforeItsKeys", "kiln.model/1\"", "kiln.model/2\", \"x\": 1",
+       "m.json:2:12: \"schema\" is \"kiln.model/2\", this build reads "
+       "\"kiln.model/1\""},
+      // Types.
+      {"HiddenAsText", "\"hidden\": 256", "\"hidden\": \"256\"",
+       "m.json:9:14: \"hidden\" must be an integer, found \"256\""},
+      {"OpAsNumber", "\"fused_moe\"", "7",
+       "m.json:7:10: \"op\" must be a string, found 7"},
+      {"WeightsAsText",
+       "{\"format\": \"exl3\",\n     \"codebook\": \"mcg\",\n"
+       "     \"bits\": 4}",
+       "\"exl3\"",
+       "m.json:16:15: \"weights\" must be an object, found "
+       "\"exl3\""},
+      {"BitsAsList", "\"bits\": 4", "\"bits\": [4, 4, 4]",
+       "m.json:18:14: \"bits\" must be an integer, found an array of 3"},
+      {"SchemaAsNull", "\"kiln.model/1\"", "null",
+       "m.json:2:12: \"schema\" must be a string, found null"},
+      {"DeterministicAsNumber", "[1, 2, 4]", "[1], \"deterministic\": 1",
+       "m.json:20:40: \"deterministic\" must be a boolean, found 1"},
+      // Names.
+      {"EmptyName", "\"moe\"", "\"\"",
+       "m.json:6:12: \"name\" has 0 bytes, must have 1..128"},
+      {"LongName", "\"moe\"", "\"" + long_name + "\"",
+       "m.json:6:12: \"name\" has 129 bytes, must have 1..128"},
+      {"NameWithLineBreak", "\"moe\"", "\"a\\nb\"",
+       "m.json:6:12: \"name\" is \"a\\nb\", must not contain control "
+       "characters"},
+  };
+}
+
+class BadInputTest : public ::testing::TestWithParam<BadInput> {};
+
+INSTANTIATE_TEST_SUITE_P(Inputs, BadInputTest, ::testing::ValuesIn(BadInputs()),
+                         [](const auto& input) { return input.param.name; });
+
+TEST_P(BadInputTest, IsRefusedWithPlaceValueAndRule) {
+  const BadInput& input = GetParam();
+  EXPECT_THAT(ParseManifest(Changed(input.from, input.to), "m.json"),
+              StatusIs(absl::StatusCode::kInvalidArgument, Eq(input.message)));
+}
+
+TEST(ParseManifestTest, RefusesOtherRoots) {
+  EXPECT_THAT(ParseManifest("[]", "f"),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       Eq("f:1:1: manifest must be an object, found an array "
+                          "of 0")));
+  EXPECT_THAT(ParseManifest("{}", "f"),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       Eq("f:1:1: manifest lacks the key \"schema\"")));
+  EXPECT_THAT(ParseManifest("", "f"),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("f:1:1: invalid JSON")));
+  EXPECT_THAT(ParseManifest(absl::StrCat(std::string(100000, '['), "1"), "f"),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("f:1:65: more than 64 levels")));
+}
+
+TEST(ParseManifestTest, RefusesNoRequestsAndTooMany) {
+  const std::string head =
+      "{\"schema\": \"kiln.model/1\", \"name\": \"n\", \"requests\": [";
+  EXPECT_THAT(ParseManifest(head + "]}", "f"),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       Eq("f:1:53: \"requests\" has 0 entries, must have "
+                          "1..1024")));
+  std::string many = head + "0";
+  for (int i = 0; i < 1024; ++i) many += ",0";
+  EXPECT_THAT(ParseManifest(many + "]}", "f"),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("has 1025 entries")));
+  EXPECT_THAT(ParseManifest(head + "7]}", "f"),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("request must be an object, found 7")));
+}
+
+// Text of the second request of a manifest that repeats the first one.
+std::string TwoRequests(const std::string& from, const std::string& to) {
+  const std::string text = kSmall;
+  const size_t begin = text.find("  {\n");
+  const size_t end = text.find(" ]\n}");
+  const std::string request = text.substr(begin, end - begin - 1);
+  return absl::StrCat(text.substr(0, begin), request, ",\n",
+                      absl::StrReplaceAll(request, {{from, to}}), "\n",
+                      text.substr(end));
+}
+
+TEST(ParseManifestTest, RefusesADuplicateRequestName) {
+  EXPECT_THAT(
+      ParseManifest(TwoRequests("\"hidden\": 256", "\"hidden\": 384"), "f"),
+      StatusIs(absl::StatusCode::kInvalidArgument,
+               Eq("f:23:12: duplicate request name \"moe\", first used by the "
+                  "request on line 5")));
+}
+
+TEST(ReadManifestTest, NamesTheFile) {
+  const ScratchFolder folder;
+  EXPECT_THAT(ReadManifest(folder.File("none.json")),
+              StatusIs(absl::StatusCode::kNotFound,
+                       HasSubstr(folder.File("none.json"))));
+  EXPECT_THAT(ReadManifest(folder.path()),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("is not a regular file")));
+}
+
+TEST(CanonicalizeTest, MergesRequestsThatDifferByNameAndLayers) {
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest,
+                       ParseManifest(TwoRequests("\"moe\"", "\"a_moe\""), "f"));
+  ASSERT_OK_AND_ASSIGN(const std::vector<PlannedRequest> planned,
+                       Canonicalize(manifest, 0));
+  ASSERT_EQ(planned.size(), 1u);
+  EXPECT_THAT(planned[0].names, ElementsAre("a_moe", "moe"));
+  EXPECT_THAT(planned[0].intervals,
+              ElementsAre(Interval{1, 1}, Interval{2, 2}, Interval{3, 4}));
+}
+
+TEST(CanonicalizeTest, DoesNotDependOnTheOrderOfTheFile) {
+  ASSERT_OK_AND_ASSIGN(
+      Manifest manifest,
+      ParseManifest(
+          absl::StrReplaceAll(TwoRequests("\"moe\"", "\"other\""),
+                              {{"\"other\",\n   \"op\": \"fused_moe\",\n   "
+                                "\"layers\": 2,\n   \"hidden\": 256",
+                                "\"other\",\n   \"op\": \"fused_moe\",\n   "
+                                "\"layers\": 2,\n   \"hidden\": 128"}}),
+          "f"));
+  ASSERT_OK_AND_ASSIGN(const std::vector<PlannedRequest> one,
+                       Canonicalize(manifest, 0));
+  std::swap(manifest.requests[0], manifest.requests[1]);
+  ASSERT_OK_AND_ASSIGN(const std::vector<PlannedRequest> two,
+                       Canonicalize(manifest, 0));
+  ASSERT_EQ(one.size(), 2u);
+  ASSERT_EQ(two.size(), 2u);
+  for (size_t i = 0; i < 2; ++i) {
+    EXPECT_EQ(one[i].geometry, two[i].geometry);
+    EXPECT_EQ(one[i].names, two[i].names);
+  }
+  EXPECT_EQ(one[0].geometry.hidden, 128);
+}
+
+TEST(CanonicalizeTest, DropsCapacitiesAboveTheLimit) {
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest, ParseManifest(kSmall, "f"));
+  ASSERT_OK_AND_ASSIGN(const std::vector<PlannedRequest> planned,
+                       Canonicalize(manifest, 3));
+  EXPECT_THAT(planned[0].capacities, ElementsAre(1, 2));
+  EXPECT_THAT(planned[0].intervals,
+              ElementsAre(Interval{1, 1}, Interval{2, 2}));
+}
+
+TEST(CanonicalizeTest, RefusesToDropEveryCapacity) {
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest,
+                       ParseManifest(Changed("[1, 2, 4]", "[8, 16]"), "f"));
+  EXPECT_THAT(Canonicalize(manifest, 7),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       Eq("request \"moe\" has no capacity of at most 7; its "
+                          "smallest is 8")));
+}
+
+TEST(CanonicalizeTest, RefusesContradictingCapacities) {
+  ASSERT_OK_AND_ASSIGN(Manifest manifest,
+                       ParseManifest(TwoRequests("\"moe\"", "\"two\""), "f"));
+  manifest.requests[1].capacities = {1, 4};
+  EXPECT_THAT(Canonicalize(manifest, 0),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("requests \"moe\" and \"two\" have the same "
+                                 "geometry but different capacities")));
+}
+
+}  // namespace
+}  // namespace kiln

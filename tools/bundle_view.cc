@@ -1,0 +1,142 @@
+#include "tools/bundle_view.h"
+
+#include <cstring>
+#include <utility>
+
+#include "compiler/base/check.h"
+#include "compiler/base/status_macros.h"
+#include "compiler/bundle_attributes.h"
+#include "tuner/loaded_plan.h"
+
+namespace kiln {
+namespace {
+
+// An info struct with its size set, filled by `getter`. Indices come from the
+// bundle's own counts, so a failure is our mistake.
+template <typename Info, typename Getter>
+Info Get(Getter getter) {
+  Info info = {};
+  info.struct_size = sizeof(info);
+  kiln_error_t error = {};
+  KILN_CHECK(getter(&info, &error) == KILN_STATUS_OK);
+  return info;
+}
+
+}  // namespace
+
+absl::StatusOr<BundleView> BundleView::Open(const std::string& path,
+                                            std::optional<Digest> root) {
+  BundleView view;
+  kiln_open_options_t options = {};
+  options.struct_size = sizeof(options);
+  options.expected_root = root.has_value() ? root->bytes.data() : nullptr;
+  kiln_error_t error = {};
+  RETURN_IF_ERROR(RuntimeStatus(
+      kiln_bundle_open_file(path.c_str(), &options, &view.bundle_, &error),
+      error));
+  view.info_ = Get<kiln_bundle_info_t>([&](auto* info, auto* failure) {
+    return kiln_bundle_info(view.bundle_, info, failure);
+  });
+  return view;
+}
+
+BundleView::BundleView(BundleView&& other) noexcept {
+  *this = std::move(other);
+}
+
+BundleView& BundleView::operator=(BundleView&& other) noexcept {
+  std::swap(bundle_, other.bundle_);
+  std::swap(info_, other.info_);
+  return *this;
+}
+
+BundleView::~BundleView() {
+  if (bundle_ != nullptr) kiln_bundle_close(bundle_, nullptr);
+}
+
+Digest BundleView::Root() const {
+  Digest root;
+  std::memcpy(root.bytes.data(), info_.root, root.bytes.size());
+  return root;
+}
+
+kiln_section_info_t BundleView::Section(uint32_t section) const {
+  return Get<kiln_section_info_t>([&](auto* info, auto* error) {
+    return kiln_bundle_section(bundle_, section, info, error);
+  });
+}
+
+kiln_entry_info_t BundleView::Entry(uint32_t section, uint32_t entry) const {
+  return Get<kiln_entry_info_t>([&](auto* info, auto* error) {
+    return kiln_bundle_entry(bundle_, section, entry, info, error);
+  });
+}
+
+kiln_plan_info_t BundleView::Plan(uint32_t section, uint32_t entry,
+                                  uint32_t plan) const {
+  return Get<kiln_plan_info_t>([&](auto* info, auto* error) {
+    return kiln_bundle_plan(bundle_, section, entry, plan, info, error);
+  });
+}
+
+kiln_param_info_t BundleView::Param(uint32_t section, uint32_t entry,
+                                    uint32_t plan, uint32_t param) const {
+  return Get<kiln_param_info_t>([&](auto* info, auto* error) {
+    return kiln_bundle_param(bundle_, section, entry, plan, param, info, error);
+  });
+}
+
+kiln_slice_info_t BundleView::Slice(uint32_t section, uint32_t entry,
+                                    uint32_t plan, uint32_t slice) const {
+  return Get<kiln_slice_info_t>([&](auto* info, auto* error) {
+    return kiln_bundle_slice(bundle_, section, entry, plan, slice, info, error);
+  });
+}
+
+kiln_step_info_t BundleView::Step(uint32_t section, uint32_t entry,
+                                  uint32_t plan, uint32_t step) const {
+  return Get<kiln_step_info_t>([&](auto* info, auto* error) {
+    return kiln_bundle_step(bundle_, section, entry, plan, step, info, error);
+  });
+}
+
+kiln_arg_info_t BundleView::Arg(uint32_t section, uint32_t entry, uint32_t plan,
+                                uint32_t step, uint32_t arg) const {
+  return Get<kiln_arg_info_t>([&](auto* info, auto* error) {
+    return kiln_bundle_arg(bundle_, section, entry, plan, step, arg, info,
+                           error);
+  });
+}
+
+kiln_program_info_t BundleView::Program(uint32_t section,
+                                        uint32_t program) const {
+  return Get<kiln_program_info_t>([&](auto* info, auto* error) {
+    return kiln_bundle_program(bundle_, section, program, info, error);
+  });
+}
+
+kiln_kernel_info_t BundleView::Kernel(uint32_t section, uint32_t program,
+                                      uint32_t kernel) const {
+  return Get<kiln_kernel_info_t>([&](auto* info, auto* error) {
+    return kiln_bundle_kernel(bundle_, section, program, kernel, info, error);
+  });
+}
+
+absl::StatusOr<RequestGeometry> BundleView::Geometry(uint32_t section,
+                                                     uint32_t entry) const {
+  std::vector<CanonicalField> fields;
+  const uint32_t count = Entry(section, entry).attribute_count;
+  for (uint32_t i = 0; i < count; ++i) {
+    const char* name = nullptr;
+    const char* value = nullptr;
+    kiln_error_t error = {};
+    RETURN_IF_ERROR(
+        RuntimeStatus(kiln_bundle_attribute(bundle_, section, entry, i, &name,
+                                            &value, &error),
+                      error));
+    fields.push_back({name, value});
+  }
+  return GeometryFromAttributes(fields);
+}
+
+}  // namespace kiln

@@ -1,0 +1,241 @@
+#include "tools/cli.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "compiler/base/status_macros.h"
+
+namespace kiln {
+namespace {
+
+std::string Environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr ? value : "";
+}
+
+// The name of this host, for the provenance columns of the cache.
+std::string HostName() {
+  char name[256] = {};
+  if (gethostname(name, sizeof(name) - 1) != 0) return "";
+  return name;
+}
+
+class TerminalProgress : public ProgressSink {
+ public:
+  ~TerminalProgress() override { Clear(); }
+
+  void Update(Stage stage, size_t done, size_t total,
+              const std::string& detail) override {
+    const auto now = std::chrono::steady_clock::now();
+    if (stage != stage_) {
+      stage_ = stage;
+      begin_ = now;
+      drawn_ = {};
+    }
+    // Often enough to look alive, rarely enough to cost nothing.
+    if (done != total && now - drawn_ < std::chrono::milliseconds(100)) return;
+    drawn_ = now;
+    constexpr size_t kWidth = 24;
+    const size_t filled = total == 0 ? kWidth : kWidth * done / total;
+    const double elapsed = std::chrono::duration<double>(now - begin_).count();
+    std::string eta;
+    if (done > 0 && done < total) {
+      eta =
+          absl::StrFormat(" ETA %.0fs", elapsed / static_cast<double>(done) *
+                                            static_cast<double>(total - done));
+    }
+    std::string line =
+        absl::StrCat(StageName(stage), " [", std::string(filled, '#'),
+                     std::string(kWidth - filled, '.'), "] ", done, "/", total,
+                     eta, " ", detail);
+    constexpr size_t kLineMax = 118;
+    if (line.size() > kLineMax) line.resize(kLineMax);
+    std::fprintf(stderr, "\r\033[K%s", line.c_str());
+    std::fflush(stderr);
+    open_ = true;
+  }
+
+  void Note(const std::string& line) override {
+    Clear();
+    std::fprintf(stderr, "%s\n", line.c_str());
+  }
+
+ private:
+  void Clear() {
+    if (open_) std::fprintf(stderr, "\r\033[K");
+    open_ = false;
+  }
+
+  std::optional<Stage> stage_;
+  std::chrono::steady_clock::time_point begin_;
+  std::chrono::steady_clock::time_point drawn_;
+  bool open_ = false;
+};
+
+class LineProgress : public ProgressSink {
+ public:
+  void Update(Stage stage, size_t done, size_t total,
+              const std::string&) override {
+    if (done == total && total != 0 && stage_ != stage) {
+      stage_ = stage;
+      std::fprintf(stderr, "%s %zu/%zu\n",
+                   std::string(StageName(stage)).c_str(), done, total);
+    }
+  }
+
+  void Note(const std::string& line) override {
+    std::fprintf(stderr, "%s\n", line.c_str());
+  }
+
+ private:
+  std::optional<Stage> stage_;
+};
+
+}  // namespace
+
+int ExitCodeOf(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kOk:
+      return kExitDone;
+    case absl::StatusCode::kInvalidArgument:
+      return kExitUsage;
+    case absl::StatusCode::kFailedPrecondition:
+    case absl::StatusCode::kDataLoss:
+    case absl::StatusCode::kOutOfRange:
+      return kExitRefused;
+    default:
+      return kExitFailed;
+  }
+}
+
+std::string CacheDirectory(const GlobalOptions& global) {
+  if (!global.cache.empty()) return global.cache;
+  if (std::string cache = Environment("KILN_CACHE"); !cache.empty()) {
+    return cache;
+  }
+  if (std::string base = Environment("XDG_CACHE_HOME"); !base.empty()) {
+    return absl::StrCat(base, "/kiln");
+  }
+  return absl::StrCat(Environment("HOME"), "/.cache/kiln");
+}
+
+absl::StatusOr<PlanCache> OpenCache(const GlobalOptions& global) {
+  PlanCacheOptions options;
+  options.directory = CacheDirectory(global);
+  bool known = false;
+  for (const CacheMode mode :
+       {CacheMode::kReadWrite, CacheMode::kReadOnly, CacheMode::kOff}) {
+    if (CacheModeName(mode) != global.cache_mode) continue;
+    options.mode = mode;
+    known = true;
+  }
+  if (!known) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--cache-mode is \"", global.cache_mode,
+                     "\", must be read-write, read-only or off"));
+  }
+  options.provenance.host_name = HostName();
+  options.provenance.tool_version = "kiln " KILN_VERSION;
+  return PlanCache::Open(options);
+}
+
+absl::StatusOr<std::vector<Target>> ParseTargets(
+    const std::vector<std::string>& texts) {
+  std::vector<Target> targets;
+  for (const std::string& text : texts) {
+    Target target;
+    if (text == "cpu") {
+      ASSIGN_OR_RETURN(target, HostCpuTarget());
+    } else {
+      ASSIGN_OR_RETURN(target, ParseTarget(text));
+    }
+    if (std::find(targets.begin(), targets.end(), target) == targets.end()) {
+      targets.push_back(target);
+    }
+  }
+  if (targets.empty()) {
+    return absl::InvalidArgumentError("no --target was given");
+  }
+  return targets;
+}
+
+NvrtcProbeOptions MakeNvrtcOptions(const GlobalOptions& global) {
+  NvrtcProbeOptions options;
+  options.library = global.nvrtc;
+  for (const char* variable : {"CUDA_HOME", "CUDA_PATH"}) {
+    const std::string home = Environment(variable);
+    if (!home.empty()) options.folders.push_back(absl::StrCat(home, "/lib64"));
+  }
+  return options;
+}
+
+absl::StatusOr<PrewarmOptions> MakePrewarmOptions(
+    const GlobalOptions& global, const PlanningOptions& planning) {
+  PrewarmOptions options;
+  ASSIGN_OR_RETURN(options.targets, ParseTargets(planning.targets));
+  options.capacity_max = planning.max_capacity;
+  options.candidates_max = planning.max_candidates;
+  options.device_ordinal = planning.device;
+  options.compile_only = planning.compile_only;
+  options.toolchain = [global](
+                          Backend backend,
+                          ProbeMemo* memo) -> absl::StatusOr<CompilerSetup> {
+    if (backend == Backend::kCuda) {
+      return ProbeNvrtc(MakeNvrtcOptions(global), memo);
+    }
+    return ProbeCcCpu(
+        global.cc_cpu.empty() ? DefaultCcCpuPath() : global.cc_cpu, memo);
+  };
+  return options;
+}
+
+std::unique_ptr<ProgressSink> MakeProgress() {
+  if (isatty(STDERR_FILENO) != 0) return std::make_unique<TerminalProgress>();
+  return std::make_unique<LineProgress>();
+}
+
+std::string FormatTable(const std::vector<std::vector<std::string>>& rows) {
+  std::vector<size_t> widths;
+  for (const auto& row : rows) {
+    widths.resize(std::max(widths.size(), row.size()));
+    for (size_t i = 0; i < row.size(); ++i) {
+      widths[i] = std::max(widths[i], row[i].size());
+    }
+  }
+  std::string out;
+  for (const auto& row : rows) {
+    std::string line;
+    for (size_t i = 0; i < row.size(); ++i) {
+      line += row[i];
+      if (i + 1 < row.size()) {
+        line += std::string(widths[i] - row[i].size() + 2, ' ');
+      }
+    }
+    out += line + "\n";
+  }
+  return out;
+}
+
+std::string FormatNs(double ns) {
+  if (ns >= 1e9) return absl::StrFormat("%.3g s", ns / 1e9);
+  if (ns >= 1e6) return absl::StrFormat("%.2f ms", ns / 1e6);
+  return absl::StrFormat("%.1f us", ns / 1e3);
+}
+
+std::string FormatBytes(uint64_t bytes) {
+  const auto value = static_cast<double>(bytes);
+  if (bytes >= uint64_t{1} << 30) {
+    return absl::StrFormat("%.2f GiB", value / (1 << 30));
+  }
+  if (bytes >= 1 << 20) return absl::StrFormat("%.1f MiB", value / (1 << 20));
+  if (bytes >= 1 << 10) return absl::StrFormat("%.1f KiB", value / (1 << 10));
+  return absl::StrCat(bytes, " B");
+}
+
+}  // namespace kiln

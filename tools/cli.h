@@ -1,0 +1,135 @@
+// What the verbs of `kiln` share: options, exit codes, output.
+//
+// Results go to stdout, progress and messages to stderr. Environment variables
+// are read here and nowhere else.
+
+#ifndef KILN_TOOLS_CLI_H_
+#define KILN_TOOLS_CLI_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "cache/plan_cache.h"
+#include "compiler/spec/manifest.h"
+#include "compiler/spec/target.h"
+#include "compiler/toolchain_probe.h"
+#include "tuner/prewarm.h"
+
+namespace kiln {
+
+enum ExitCode {
+  kExitDone = 0,
+  kExitFailed = 1,
+  kExitUsage = 2,
+  kExitIncomplete = 3,
+  kExitRefused = 4,
+};
+
+// Options before the verb.
+struct GlobalOptions {
+  std::string cache;  // folder; empty = the default
+  std::string cache_mode = "read-write";
+  bool json = false;
+  std::string nvrtc;   // path of libnvrtc; empty = searched for
+  std::string cc_cpu;  // path of kiln-cc-cpu; empty = beside this binary
+};
+
+// Options of plan, prewarm and freeze.
+struct PlanningOptions {
+  std::string manifest;
+  std::vector<std::string> targets;
+  uint32_t max_capacity = 0;
+  int max_candidates = 0;
+  int device = 0;
+  bool compile_only = false;
+};
+
+struct PrewarmCommand {
+  PlanningOptions planning;
+  int jobs = 0;
+  double compile_timeout = 120;
+  double budget = 10;
+  std::string stop_after;
+};
+
+struct FreezeCommand {
+  PlanningOptions planning;
+  std::string output;
+  bool allow_predicted = false;
+};
+
+struct VerifyCommand {
+  std::string file;
+  std::string root;
+};
+
+struct InspectCommand {
+  std::string file;
+};
+
+struct RunCommand {
+  std::string file;
+  std::string entry;
+  std::string target;  // empty = the GPU if the bundle serves it, else the CPU
+  uint64_t tokens = 1;
+  uint64_t seed = 1;
+  int device = 0;
+  bool check = false;
+  bool allow_predicted = false;
+};
+
+// One verb each, in tools/cmd_*.cc. The status decides the exit code unless a
+// command returns its own.
+absl::StatusOr<int> RunPlan(const GlobalOptions& global,
+                            const PlanningOptions& command);
+absl::StatusOr<int> RunPrewarm(const GlobalOptions& global,
+                               const PrewarmCommand& command);
+absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
+                              const FreezeCommand& command);
+absl::StatusOr<int> RunVerify(const GlobalOptions& global,
+                              const VerifyCommand& command);
+absl::StatusOr<int> RunInspect(const GlobalOptions& global,
+                               const InspectCommand& command);
+absl::StatusOr<int> RunRun(const GlobalOptions& global,
+                           const RunCommand& command);
+absl::StatusOr<int> RunDoctor(const GlobalOptions& global);
+
+// Exit code for a failure.
+int ExitCodeOf(const absl::Status& status);
+
+// --cache, else $KILN_CACHE, else $XDG_CACHE_HOME/kiln, else ~/.cache/kiln.
+std::string CacheDirectory(const GlobalOptions& global);
+absl::StatusOr<PlanCache> OpenCache(const GlobalOptions& global);
+
+// Targets of the command line; "cpu" is this machine's CPU target. Duplicates
+// are dropped. InvalidArgument for an unknown one or none.
+absl::StatusOr<std::vector<Target>> ParseTargets(
+    const std::vector<std::string>& texts);
+
+// Fills what plan, prewarm and freeze have in common.
+absl::StatusOr<PrewarmOptions> MakePrewarmOptions(
+    const GlobalOptions& global, const PlanningOptions& planning);
+
+// Where NVRTC is looked for: --nvrtc, $CUDA_HOME/lib64, the usual places.
+NvrtcProbeOptions MakeNvrtcOptions(const GlobalOptions& global);
+
+// Progress on stderr: a bar that redraws itself on a terminal, otherwise a line
+// whenever a stage ends.
+std::unique_ptr<ProgressSink> MakeProgress();
+
+// Rows of cells as a left-aligned table; the first row is the head.
+std::string FormatTable(const std::vector<std::vector<std::string>>& rows);
+
+// "12.3 us", "4.56 ms".
+std::string FormatNs(double ns);
+// "3.4 MiB".
+std::string FormatBytes(uint64_t bytes);
+
+}  // namespace kiln
+
+#endif  // KILN_TOOLS_CLI_H_

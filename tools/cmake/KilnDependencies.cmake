@@ -1,0 +1,45 @@
+# Libraries that Kiln links, all from the distribution.
+
+find_package(Threads REQUIRED)
+find_package(absl REQUIRED)
+find_package(nlohmann_json 3.11 REQUIRED)
+
+# One binary copied to a machine without Abseil or SQLite must work, so both
+# are linked statically. The distribution's CMake files name Abseil's shared
+# objects; its static archives lie beside them.
+get_property(kiln_imported DIRECTORY PROPERTY IMPORTED_TARGETS)
+foreach(target IN LISTS kiln_imported)
+  if(NOT target MATCHES "^absl::")
+    continue()
+  endif()
+  get_target_property(type ${target} TYPE)
+  if(NOT type STREQUAL "SHARED_LIBRARY")
+    continue()
+  endif()
+  get_target_property(configurations ${target} IMPORTED_CONFIGURATIONS)
+  foreach(configuration IN LISTS configurations)
+    get_target_property(location ${target}
+                        IMPORTED_LOCATION_${configuration})
+    string(REGEX REPLACE "\\.so[.0-9]*$" ".a" archive "${location}")
+    if(NOT EXISTS "${archive}")
+      message(FATAL_ERROR "static archive missing: ${archive} "
+                          "(install libabsl-dev)")
+    endif()
+    set_target_properties(${target} PROPERTIES
+      IMPORTED_LOCATION_${configuration} "${archive}"
+      IMPORTED_SONAME_${configuration} "")
+  endforeach()
+endforeach()
+
+find_path(KILN_SQLITE_INCLUDE sqlite3.h REQUIRED)
+find_library(KILN_SQLITE_ARCHIVE libsqlite3.a REQUIRED)
+add_library(kiln_sqlite3 INTERFACE)
+add_library(kiln::sqlite3 ALIAS kiln_sqlite3)
+target_include_directories(kiln_sqlite3 SYSTEM INTERFACE
+                           ${KILN_SQLITE_INCLUDE})
+target_link_libraries(kiln_sqlite3 INTERFACE
+  ${KILN_SQLITE_ARCHIVE} Threads::Threads ${CMAKE_DL_LIBS} m)
+
+if(KILN_BUILD_TESTS)
+  find_package(GTest REQUIRED)
+endif()

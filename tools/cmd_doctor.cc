@@ -1,0 +1,117 @@
+// kiln doctor: what this machine offers, and what to do about what is missing.
+
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "tools/cli.h"
+#include "tuner/device.h"
+
+namespace kiln {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+Json Compiler(const absl::StatusOr<CompilerSetup>& setup) {
+  Json out;
+  out["found"] = setup.ok();
+  if (setup.ok()) {
+    out["version"] = setup->toolchain.version;
+    out["content"] = setup->toolchain.content.ToHex();
+  } else {
+    out["problem"] = std::string(setup.status().message());
+  }
+  return out;
+}
+
+Json Describe(const DeviceProfile& device) {
+  Json out;
+  out["name"] = device.name;
+  out["target"] = device.target.ToString();
+  out["multiprocessors"] = device.multiprocessors;
+  out["memory_gib_class"] = device.memory_gib;
+  out["l2_bytes"] = device.l2_bytes;
+  out["driver_version"] = device.driver_version;
+  if (!device.mig.empty()) out["mig"] = device.mig;
+  return out;
+}
+
+}  // namespace
+
+absl::StatusOr<int> RunDoctor(const GlobalOptions& global) {
+  Json out;
+  const absl::StatusOr<Target> cpu = HostCpuTarget();
+  out["cpu_target"] = cpu.ok() ? Json(cpu->ToString()) : Json(nullptr);
+  if (!cpu.ok()) out["cpu_problem"] = std::string(cpu.status().message());
+  out["cc_cpu"] = Compiler(
+      ProbeCcCpu(global.cc_cpu.empty() ? DefaultCcCpuPath() : global.cc_cpu));
+  const absl::StatusOr<std::string> library =
+      FindNvrtc(MakeNvrtcOptions(global));
+  out["nvrtc"] = Compiler(ProbeNvrtc(MakeNvrtcOptions(global)));
+  if (library.ok()) out["nvrtc"]["library"] = *library;
+  out["devices"] = Json::array();
+  for (const DeviceProfile& device : ListCudaDevices()) {
+    out["devices"].push_back(Describe(device));
+  }
+  out["sqlite"] = std::string(SqliteVersion());
+  // Looking must not create a cache.
+  GlobalOptions read_only = global;
+  read_only.cache_mode = "read-only";
+  out["cache"]["folder"] = CacheDirectory(global);
+  absl::StatusOr<PlanCache> cache = OpenCache(read_only);
+  absl::StatusOr<CacheStats> stats =
+      cache.ok() ? cache->Stats() : absl::StatusOr<CacheStats>(cache.status());
+  if (stats.ok()) {
+    out["cache"]["bytes"] = stats->bytes;
+    for (const TableStats& table : stats->tables) {
+      out["cache"]["rows"][table.name] = table.rows;
+    }
+  } else {
+    out["cache"]["problem"] = std::string(stats.status().message());
+  }
+  if (global.json) {
+    std::printf("%s\n", out.dump().c_str());
+    return kExitDone;
+  }
+  const auto compiler = [&out](const char* key, const char* without) {
+    const Json& entry = out[key];
+    return entry["found"].get<bool>()
+               ? entry["version"].get<std::string>()
+               : absl::StrCat("missing: ", entry["problem"].get<std::string>(),
+                              "\n", std::string(14, ' '), without);
+  };
+  std::printf("cpu target    %s\n",
+              cpu.ok() ? cpu->ToString().c_str()
+                       : std::string(cpu.status().message()).c_str());
+  std::printf("kiln-cc-cpu   %s\n",
+              compiler("cc_cpu",
+                       "without it CPU targets cannot be compiled; "
+                       "bundles still run")
+                  .c_str());
+  std::printf("nvrtc         %s\n",
+              compiler("nvrtc",
+                       "without it sm_* targets cannot be compiled; "
+                       "CPU targets and bundles still work")
+                  .c_str());
+  if (out["devices"].empty()) {
+    std::printf(
+        "devices       no GPU: sm_* targets compile, their plans stay "
+        "predicted\n");
+  }
+  for (const Json& device : out["devices"]) {
+    std::printf("device        %s, %s, driver %d\n",
+                device["name"].get<std::string>().c_str(),
+                device["target"].get<std::string>().c_str(),
+                device["driver_version"].get<int>());
+  }
+  std::printf("sqlite        %s\n", out["sqlite"].get<std::string>().c_str());
+  std::printf(
+      "cache         %s%s\n", out["cache"]["folder"].get<std::string>().c_str(),
+      stats.ok()
+          ? absl::StrCat(", ", FormatBytes(static_cast<uint64_t>(stats->bytes)))
+                .c_str()
+          : absl::StrCat(": ", stats.status().message()).c_str());
+  return kExitDone;
+}
+
+}  // namespace kiln

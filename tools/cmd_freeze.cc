@@ -1,0 +1,54 @@
+// kiln freeze: stored winners -> one bundle file.
+
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "compiler/base/file_util.h"
+#include "compiler/base/status_macros.h"
+#include "tools/cli.h"
+#include "tuner/freeze.h"
+
+namespace kiln {
+
+absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
+                              const FreezeCommand& command) {
+  ASSIGN_OR_RETURN(const Manifest manifest,
+                   ReadManifest(command.planning.manifest));
+  ASSIGN_OR_RETURN(const PrewarmOptions options,
+                   MakePrewarmOptions(global, command.planning));
+  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
+  absl::StatusOr<FreezeResult> frozen =
+      Freeze(manifest, options, command.allow_predicted, &cache);
+  for (const std::string& warning : cache.TakeWarnings()) {
+    std::fprintf(stderr, "cache: %s\n", warning.c_str());
+  }
+  if (absl::IsNotFound(frozen.status())) {
+    std::fprintf(stderr, "kiln: %s\n",
+                 std::string(frozen.status().message()).c_str());
+    return kExitIncomplete;
+  }
+  RETURN_IF_ERROR(frozen.status());
+  RETURN_IF_ERROR(WriteFileAtomically(command.output, frozen->bytes));
+  if (global.json) {
+    nlohmann::ordered_json out;
+    out["file"] = command.output;
+    out["root"] = frozen->root.ToHex();
+    out["bytes"] = frozen->bytes.size();
+    out["entries"] = frozen->entries;
+    out["plans"] = frozen->plans;
+    out["predicted"] = frozen->predicted;
+    out["programs"] = frozen->programs;
+    std::printf("%s\n", out.dump().c_str());
+  } else {
+    std::printf(
+        "%s: %s, %zu entries, %zu plans (%zu predicted), %zu "
+        "programs\nroot %s\n",
+        command.output.c_str(), FormatBytes(frozen->bytes.size()).c_str(),
+        frozen->entries, frozen->plans, frozen->predicted, frozen->programs,
+        frozen->root.ToHex().c_str());
+  }
+  return kExitDone;
+}
+
+}  // namespace kiln

@@ -1,0 +1,140 @@
+// kiln prewarm: fill the cache with the winners of a model.
+
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "compiler/base/status_macros.h"
+#include "tools/cli.h"
+
+namespace kiln {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string StateOf(const IntervalReport& row) {
+  if (!row.plan.has_value()) return "none";
+  if (row.plan->evidence.state == PlanState::kPredicted) return "predicted";
+  return row.reused ? "cached" : "raced";
+}
+
+void PrintJson(const PrewarmReport& report) {
+  Json out;
+  out["requests"] = report.requests;
+  out["intervals"] = report.intervals.size();
+  out["candidates"] = report.candidates;
+  out["programs_compiled"] = report.programs_compiled;
+  out["programs_reused"] = report.programs_reused;
+  out["rejects"] = report.rejects;
+  out["launches"] = report.launches;
+  out["winners"] = report.winners;
+  out["predicted"] = report.predicted;
+  out["seconds"] = report.seconds;
+  out["compile_cpu_seconds"] = report.compile_cpu_seconds;
+  if (report.stopped_after.has_value()) {
+    out["stopped_after"] = std::string(StageName(*report.stopped_after));
+  }
+  out["plans"] = Json::array();
+  for (const IntervalReport& row : report.intervals) {
+    Json plan;
+    plan["target"] = row.target.ToString();
+    plan["requests"] = row.names;
+    plan["m_min"] = row.interval.m_min;
+    plan["m_max"] = row.interval.m_max;
+    plan["candidates"] = row.candidates;
+    plan["rejected"] = row.rejected;
+    plan["state"] = StateOf(row);
+    if (row.plan.has_value()) {
+      const Evidence& evidence = row.plan->evidence;
+      plan["winner"] = row.plan->body.Label();
+      plan["median_ns"] = evidence.median_ns;
+      plan["default_median_ns"] = evidence.default_median_ns;
+      plan["noise_floor"] = evidence.noise_floor;
+      plan["worst_error"] = evidence.worst_error;
+    } else if (!row.problem.empty()) {
+      plan["problem"] = row.problem;
+    }
+    out["plans"].push_back(std::move(plan));
+  }
+  out["complete"] = report.complete;
+  // One line: the last thing on stdout is one object.
+  std::printf("%s\n", out.dump().c_str());
+}
+
+void PrintTable(const PrewarmReport& report) {
+  std::vector<std::vector<std::string>> rows = {{"target", "request", "m",
+                                                 "state", "time", "default",
+                                                 "error", "winner"}};
+  for (const IntervalReport& row : report.intervals) {
+    std::vector<std::string> cells = {
+        row.target.ToString(), absl::StrJoin(row.names, ","),
+        absl::StrCat(row.interval.m_min, "..", row.interval.m_max),
+        StateOf(row)};
+    if (row.plan.has_value()) {
+      const Evidence& evidence = row.plan->evidence;
+      const bool measured = evidence.state == PlanState::kMeasured;
+      cells.push_back(measured ? FormatNs(evidence.median_ns) : "-");
+      cells.push_back(measured ? FormatNs(evidence.default_median_ns) : "-");
+      cells.push_back(measured ? absl::StrFormat("%.1e", evidence.worst_error)
+                               : "-");
+      cells.push_back(row.plan->body.Label());
+    } else {
+      cells.insert(cells.end(), {"-", "-", "-", row.problem});
+    }
+    rows.push_back(std::move(cells));
+  }
+  std::printf("%s", FormatTable(rows).c_str());
+  std::printf(
+      "%zu intervals: %zu measured, %zu predicted; %zu candidates, %zu "
+      "programs compiled, %zu reused, %zu rejects, %llu launches\n",
+      report.intervals.size(), report.winners, report.predicted,
+      report.candidates, report.programs_compiled, report.programs_reused,
+      report.rejects, static_cast<unsigned long long>(report.launches));
+  std::vector<std::string> stages;
+  for (const auto& [stage, seconds] : report.seconds) {
+    stages.push_back(absl::StrFormat("%s %.2f s", stage, seconds));
+  }
+  std::printf("%s\n", absl::StrJoin(stages, ", ").c_str());
+}
+
+}  // namespace
+
+absl::StatusOr<int> RunPrewarm(const GlobalOptions& global,
+                               const PrewarmCommand& command) {
+  ASSIGN_OR_RETURN(const Manifest manifest,
+                   ReadManifest(command.planning.manifest));
+  ASSIGN_OR_RETURN(PrewarmOptions options,
+                   MakePrewarmOptions(global, command.planning));
+  options.jobs = command.jobs;
+  options.compile_seconds_max = command.compile_timeout;
+  options.race_seconds_max = command.budget;
+  if (!command.stop_after.empty()) {
+    options.stop_after = ParseStage(command.stop_after);
+    if (!options.stop_after.has_value()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--stop-after is \"", command.stop_after,
+                       "\", must be resolve, lookup, compile or race"));
+    }
+  }
+  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
+  const std::unique_ptr<ProgressSink> progress = MakeProgress();
+  ASSIGN_OR_RETURN(const PrewarmReport report,
+                   Prewarm(manifest, options, &cache, progress.get()));
+  if (report.predicted > 0) {
+    progress->Note(absl::StrCat(
+        report.predicted,
+        " plans are predicted: their programs compiled and passed inspection, "
+        "but never ran here; freeze refuses them without --allow-predicted"));
+  }
+  if (global.json) {
+    PrintJson(report);
+  } else {
+    PrintTable(report);
+  }
+  if (report.complete || report.stopped_after.has_value()) return kExitDone;
+  return kExitIncomplete;
+}
+
+}  // namespace kiln

@@ -1,0 +1,240 @@
+// kiln run: load a bundle as an engine would, launch one entry on seeded data,
+// and with --check compare with the oracle.
+
+#include <algorithm>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "compiler/base/status_macros.h"
+#include "tools/bundle_view.h"
+#include "tools/cli.h"
+#include "tuner/device.h"
+#include "tuner/loaded_plan.h"
+#include "tuner/op_bench.h"
+#include "tuner/verifier.h"
+
+namespace kiln {
+namespace {
+
+// Rows that --check compares at most.
+constexpr uint32_t kRowsMax = 64;
+constexpr int kTimedRuns = 5;
+
+// Opens the device that a section of the bundle is for: the named one, else
+// the GPU if there is a section for it, else the CPU.
+absl::StatusOr<std::unique_ptr<Device>> ChooseDevice(
+    const BundleView& bundle, const RunCommand& command) {
+  std::vector<Target> targets;
+  for (uint32_t s = 0; s < bundle.info().section_count; ++s) {
+    ASSIGN_OR_RETURN(const Target target,
+                     ParseTarget(bundle.Section(s).target));
+    targets.push_back(target);
+  }
+  const auto has = [&targets](const Target& target) {
+    return std::find(targets.begin(), targets.end(), target) != targets.end();
+  };
+  if (!command.target.empty()) {
+    ASSIGN_OR_RETURN(const std::vector<Target> wanted,
+                     ParseTargets({command.target}));
+    if (!has(wanted[0])) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("the bundle has no section for ", wanted[0].ToString(),
+                       "; see kiln inspect"));
+    }
+    if (wanted[0].backend == Backend::kCpu) return OpenCpuDevice(wanted[0]);
+    return OpenCudaDevice(command.device, wanted[0]);
+  }
+  const std::vector<DeviceProfile> devices = ListCudaDevices();
+  if (static_cast<size_t>(command.device) < devices.size()) {
+    Target target = devices[static_cast<size_t>(command.device)].target;
+    if (has(target)) return OpenCudaDevice(command.device, target);
+    target.arch_specific = false;
+    if (has(target)) return OpenCudaDevice(command.device, target);
+  }
+  std::optional<Target> best;
+  const absl::StatusOr<Target> host = HostCpuTarget();
+  for (const Target& target : targets) {
+    if (target.backend == Backend::kCpu && host.ok() &&
+        target.level <= host->level &&
+        (!best.has_value() || target.level > best->level)) {
+      best = target;
+    }
+  }
+  if (best.has_value()) return OpenCpuDevice(*best);
+  std::string sections;
+  for (const Target& target : targets) {
+    absl::StrAppend(&sections, sections.empty() ? "" : ", ", target.ToString());
+  }
+  return absl::FailedPreconditionError(
+      absl::StrCat("this machine has no device for the bundle: it serves ",
+                   sections, devices.empty() ? "; no GPU was found" : ""));
+}
+
+struct RunResult {
+  double ns = 0;  // median of a few runs
+  VerifyResult verdict;
+  bool replayed = false;
+};
+
+class Runner {
+ public:
+  Runner(const RunCommand& command, OpBench* bench, LoadedPlan* plan,
+         double tolerance)
+      : command_(command),
+        bench_(bench),
+        plan_(plan),
+        tolerance_(tolerance),
+        threads_(std::max(
+            1, static_cast<int>(std::thread::hardware_concurrency()))) {}
+
+  absl::StatusOr<RunResult> Run() {
+    const auto m = static_cast<uint32_t>(command_.tokens);
+    ASSIGN_OR_RETURN(const uint64_t arena_bytes, plan_->ArenaBytes());
+    RETURN_IF_ERROR(bench_->Reserve(m, arena_bytes));
+    ASSIGN_OR_RETURN(const size_t inputs,
+                     bench_->AddInputs(Routing::kUniform, 0, m));
+    const std::vector<uint64_t> params = bench_->Params(inputs);
+    const auto launch = [&]() {
+      return plan_->Launch(m, params, bench_->arena().data(),
+                           bench_->arena().bytes());
+    };
+    RETURN_IF_ERROR(Poison());
+    RETURN_IF_ERROR(launch());
+    RETURN_IF_ERROR(bench_->device()->Synchronize());
+    if (command_.check) RETURN_IF_ERROR(Check(m, Routing::kUniform, 0));
+
+    ASSIGN_OR_RETURN(const std::unique_ptr<Replay> replay,
+                     bench_->device()->Record(launch));
+    if (command_.check) {
+      // The recorded launches keep their addresses; contents and routes change.
+      RETURN_IF_ERROR(bench_->RewriteInputs(inputs, Routing::kRagged, 1, m));
+      RETURN_IF_ERROR(Poison());
+      RETURN_IF_ERROR(replay->Run().status());
+      RETURN_IF_ERROR(Check(m, Routing::kRagged, 1));
+      RETURN_IF_ERROR(bench_->RewriteInputs(inputs, Routing::kUniform, 0, m));
+      RETURN_IF_ERROR(bench_->CheckInputs());
+      result_.replayed = true;
+    }
+    std::vector<double> times;
+    for (int i = 0; i < kTimedRuns; ++i) {
+      ASSIGN_OR_RETURN(const double ns, replay->Run());
+      times.push_back(ns);
+    }
+    std::sort(times.begin(), times.end());
+    result_.ns = times[times.size() / 2];
+    return result_;
+  }
+
+ private:
+  absl::Status Poison() {
+    RETURN_IF_ERROR(bench_->output().Poison());
+    return bench_->arena().Poison();
+  }
+
+  absl::Status Check(uint32_t m, Routing routing, uint32_t draw) {
+    VerifyCase test;
+    test.m = m;
+    test.routing = routing;
+    test.draw = draw;
+    test.rows = SampleRows(m, kRowsMax);
+    return CheckOutput(bench_, test, tolerance_, threads_, &result_.verdict)
+        .status();
+  }
+
+  const RunCommand& command_;
+  OpBench* bench_;
+  LoadedPlan* plan_;
+  double tolerance_;
+  int threads_;
+  RunResult result_;
+};
+
+void Print(const GlobalOptions& global, const RunCommand& command,
+           const DeviceProfile& profile, const kiln_plan_info_t& plan,
+           const RunResult& result) {
+  const bool passed = result.verdict.passed;
+  if (global.json) {
+    nlohmann::ordered_json out;
+    out["entry"] = command.entry;
+    out["tokens"] = command.tokens;
+    out["target"] = profile.target.ToString();
+    out["device"] = profile.name;
+    out["m_min"] = plan.m_min;
+    out["m_max"] = plan.m_max;
+    out["plan"] = plan.label;
+    out["arena_bytes"] = plan.arena_bytes;
+    out["warm_ns"] = result.ns;
+    out["checked"] = command.check;
+    if (command.check) {
+      out["passed"] = passed;
+      out["worst_error"] = result.verdict.worst_error;
+      out["tolerance"] = plan.tolerance;
+      out["replayed"] = result.replayed;
+      if (!passed) out["reason"] = result.verdict.reason;
+    }
+    std::printf("%s\n", out.dump().c_str());
+    return;
+  }
+  std::printf("%s m=%llu on %s (%s)\nplan %u..%u %s\n%s warm\n",
+              command.entry.c_str(),
+              static_cast<unsigned long long>(command.tokens),
+              profile.target.ToString().c_str(), profile.name.c_str(),
+              plan.m_min, plan.m_max, plan.label, FormatNs(result.ns).c_str());
+  if (command.check) {
+    std::printf(
+        "%s: worst row error %.2e, allowed %.1e; direct launch and "
+        "replay with changed inputs and routes\n",
+        passed ? "PASS" : "FAIL", result.verdict.worst_error, plan.tolerance);
+    if (!passed) std::printf("%s\n", result.verdict.reason.c_str());
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<int> RunRun(const GlobalOptions& global,
+                           const RunCommand& command) {
+  ASSIGN_OR_RETURN(const BundleView bundle,
+                   BundleView::Open(command.file, std::nullopt));
+  ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
+                   ChooseDevice(bundle, command));
+  uint32_t flags = KILN_LOAD_ALLOW_UNQUALIFIED;
+  if (command.allow_predicted) flags |= KILN_LOAD_ALLOW_PREDICTED;
+  ASSIGN_OR_RETURN(
+      LoadedPlan plan,
+      LoadedPlan::Open(device.get(), bundle.handle(), command.entry, flags));
+  RETURN_IF_ERROR(plan.Find(command.tokens));
+  if (command.tokens == 0) {
+    RETURN_IF_ERROR(plan.Launch(0, {}, nullptr, 0));
+    std::fprintf(stderr, "m = 0: nothing to do\n");
+    return kExitDone;
+  }
+  const std::string target = device->profile().target.ToString();
+  absl::StatusOr<RequestGeometry> geometry =
+      absl::InternalError("entry vanished");
+  for (uint32_t s = 0; s < bundle.info().section_count; ++s) {
+    if (bundle.Section(s).target != target) continue;
+    for (uint32_t e = 0; e < bundle.Section(s).entry_count; ++e) {
+      if (bundle.Entry(s, e).name == command.entry) {
+        geometry = bundle.Geometry(s, e);
+      }
+    }
+  }
+  RETURN_IF_ERROR(geometry.status());
+  kiln_plan_info_t info = {};
+  info.struct_size = sizeof(info);
+  kiln_error_t error = {};
+  RETURN_IF_ERROR(
+      RuntimeStatus(kiln_entry_plan(plan.entry(), &info, &error), error));
+  ASSIGN_OR_RETURN(const std::unique_ptr<OpBench> bench,
+                   OpBench::Create(device.get(), *geometry, command.seed));
+  Runner runner(command, bench.get(), &plan, info.tolerance);
+  ASSIGN_OR_RETURN(const RunResult result, runner.Run());
+  Print(global, command, device->profile(), info, result);
+  return result.verdict.passed ? kExitDone : kExitFailed;
+}
+
+}  // namespace kiln

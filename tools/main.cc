@@ -1,0 +1,170 @@
+// kiln: command line. Parses options, calls one verb, maps its status to an
+// exit code.
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <string>
+
+#include "compiler/nvrtc_worker.h"
+#include "tools/cli.h"
+
+namespace {
+
+using Verb = std::function<absl::StatusOr<int>()>;
+
+void AddPlanning(CLI::App* verb, kiln::PlanningOptions* planning) {
+  verb->add_option("manifest", planning->manifest,
+                   "Model manifest, schema kiln.model/1")
+      ->required();
+  verb->add_option("--target", planning->targets,
+                   "sm_90a, sm_120a, ..., cpu-x86-64-v3, or cpu for this "
+                   "machine; may be repeated")
+      ->required()
+      ->allow_extra_args(false);
+  verb->add_option("--max-capacity", planning->max_capacity,
+                   "Leave out capacities above N tokens")
+      ->type_name("N")
+      ->check(CLI::Range(1u, 1u << 20));
+  verb->add_option("--max-candidates", planning->max_candidates,
+                   "Candidates per interval (default 16 on GPUs, 6 on CPUs)")
+      ->type_name("N")
+      ->check(CLI::Range(1, 4096));
+  verb->add_option("--device", planning->device,
+                   "GPU to use, by the driver's number (default 0)")
+      ->type_name("N")
+      ->check(CLI::Range(0, 63));
+  verb->add_flag("--compile-only", planning->compile_only,
+                 "Touch no device: compile and inspect; plans are predicted");
+}
+
+int Run(int argc, char** argv) {
+  CLI::App app{
+      "Kiln bakes the GPU kernels of a model before the engine that serves it "
+      "starts."};
+  app.set_version_flag("--version", "kiln " KILN_VERSION);
+  app.require_subcommand(1);
+  app.fallthrough();
+  app.footer(
+      "Exit codes: 0 done, 1 failed, 2 usage or invalid input, 3 incomplete "
+      "(an interval has\nno verified winner), 4 refused (fingerprint, digest, "
+      "target or policy).");
+
+  kiln::GlobalOptions global;
+  app.add_option("--cache", global.cache,
+                 "Cache folder (default $KILN_CACHE, $XDG_CACHE_HOME/kiln or "
+                 "~/.cache/kiln)")
+      ->type_name("DIR");
+  app.add_option("--cache-mode", global.cache_mode,
+                 "read-write, read-only or off (default read-write)")
+      ->type_name("MODE");
+  app.add_flag("--json", global.json, "Results as JSON on stdout");
+  app.add_option("--nvrtc", global.nvrtc,
+                 "libnvrtc to compile with (default: searched for)")
+      ->type_name("FILE");
+  app.add_option("--cc-cpu", global.cc_cpu,
+                 "kiln-cc-cpu to compile with (default: beside kiln)")
+      ->type_name("FILE");
+
+  Verb chosen;
+
+  kiln::PlanningOptions plan;
+  CLI::App* verb = app.add_subcommand(
+      "plan", "Requests, intervals, candidates and rejects; compiles nothing");
+  AddPlanning(verb, &plan);
+  verb->callback([&] { chosen = [&] { return RunPlan(global, plan); }; });
+
+  kiln::PrewarmCommand prewarm;
+  verb = app.add_subcommand(
+      "prewarm", "Compile, verify, race and store the winners of a model");
+  AddPlanning(verb, &prewarm.planning);
+  verb->add_option("--jobs", prewarm.jobs,
+                   "Compile workers (default: cores, as memory allows)")
+      ->type_name("N")
+      ->check(CLI::Range(1, 1024));
+  verb->add_option("--compile-timeout", prewarm.compile_timeout,
+                   "Seconds one compile may take (default 120)")
+      ->type_name("SECONDS")
+      ->check(CLI::PositiveNumber);
+  verb->add_option("--budget", prewarm.budget,
+                   "Seconds that timing may take per interval (default 10)")
+      ->type_name("SECONDS")
+      ->check(CLI::PositiveNumber);
+  verb->add_option("--stop-after", prewarm.stop_after,
+                   "resolve, lookup, compile or race")
+      ->type_name("STAGE");
+  verb->callback([&] { chosen = [&] { return RunPrewarm(global, prewarm); }; });
+
+  kiln::FreezeCommand freeze;
+  verb = app.add_subcommand("freeze", "Write the stored winners to one file");
+  AddPlanning(verb, &freeze.planning);
+  verb->add_option("-o,--output", freeze.output, "Bundle to write")
+      ->type_name("FILE")
+      ->required();
+  verb->add_flag("--allow-predicted", freeze.allow_predicted,
+                 "Accept plans that never ran; the bundle says so");
+  verb->callback([&] { chosen = [&] { return RunFreeze(global, freeze); }; });
+
+  kiln::VerifyCommand verify;
+  verb = app.add_subcommand("verify", "Check a bundle's structure and digests");
+  verb->add_option("file", verify.file, "Bundle")->required();
+  verb->add_option("--root", verify.root, "Root that the bundle must have")
+      ->type_name("HEX");
+  verb->callback([&] { chosen = [&] { return RunVerify(global, verify); }; });
+
+  kiln::InspectCommand inspect;
+  verb = app.add_subcommand("inspect", "Show what a bundle contains");
+  verb->add_option("file", inspect.file, "Bundle")->required();
+  verb->callback([&] { chosen = [&] { return RunInspect(global, inspect); }; });
+
+  kiln::RunCommand run;
+  verb = app.add_subcommand(
+      "run", "Load a bundle through the runtime and launch on seeded data");
+  verb->add_option("file", run.file, "Bundle")->required();
+  verb->add_option("--entry", run.entry, "Entry, a request's name")
+      ->type_name("NAME")
+      ->required();
+  verb->add_option("--tokens", run.tokens, "Live tokens m")
+      ->type_name("M")
+      ->required()
+      ->check(CLI::Range(uint64_t{0}, uint64_t{1} << 40));
+  verb->add_option("--target", run.target,
+                   "Section to run (default: the GPU's, else the CPU's)");
+  verb->add_option("--seed", run.seed, "Of weights and inputs (default 1)")
+      ->type_name("S");
+  verb->add_option("--device", run.device, "GPU (default 0)")
+      ->type_name("N")
+      ->check(CLI::Range(0, 63));
+  verb->add_flag("--check", run.check,
+                 "Compare with the float64 oracle, also after a captured "
+                 "replay on changed inputs and routes");
+  verb->add_flag("--allow-predicted", run.allow_predicted,
+                 "Load plans that never ran");
+  verb->callback([&] { chosen = [&] { return RunRun(global, run); }; });
+
+  verb = app.add_subcommand("doctor", "What Kiln finds on this machine");
+  verb->callback([&] { chosen = [&] { return RunDoctor(global); }; });
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    // --help and --version arrive here too, with code 0.
+    return app.exit(error) == 0 ? kiln::kExitDone : kiln::kExitUsage;
+  }
+  const absl::StatusOr<int> result = chosen();
+  if (result.ok()) return *result;
+  std::fprintf(stderr, "kiln: %s\n",
+               std::string(result.status().message()).c_str());
+  return kiln::ExitCodeOf(result.status());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  // A compile worker is this executable in another role.
+  if (argc > 1 && std::strcmp(argv[1], kiln::kNvrtcWorkerVerb) == 0) {
+    return kiln::NvrtcWorkerMain(argc, argv);
+  }
+  return Run(argc, argv);
+}

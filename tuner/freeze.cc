@@ -1,0 +1,111 @@
+#include "tuner/freeze.h"
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "compiler/base/status_macros.h"
+#include "compiler/bundle_writer.h"
+#include "tuner/bundle_check.h"
+
+namespace kiln {
+namespace {
+
+std::string IntervalName(const ResolvedInterval& resolved,
+                         const Target& target) {
+  return absl::StrCat(absl::StrJoin(resolved.names, ","), " m ",
+                      resolved.plan.interval.m_min, "..",
+                      resolved.plan.interval.m_max, " on ", target.ToString());
+}
+
+// The stored plan of an interval. On a machine without the device, a plan that
+// was only predicted is stored under the target's usual profile.
+absl::StatusOr<Plan> StoredPlanOf(const ResolvedInterval& resolved,
+                                  const Target& target, PlanCache* cache) {
+  ASSIGN_OR_RETURN(const std::optional<StoredPlan> stored,
+                   cache->FindPlan(resolved.plan.key.digest));
+  if (!stored.has_value()) {
+    return absl::NotFoundError(absl::StrCat(
+        "no plan for ", IntervalName(resolved, target), " in ",
+        cache->path().empty() ? "the cache" : cache->path(),
+        "; run kiln prewarm with the same manifest, target and limits first"));
+  }
+  return stored->plan;
+}
+
+}  // namespace
+
+absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
+                                    const PrewarmOptions& options,
+                                    bool allow_predicted, PlanCache* cache) {
+  ASSIGN_OR_RETURN(const std::vector<PlannedRequest> requests,
+                   Canonicalize(manifest, options.capacity_max));
+  std::vector<TargetContext> contexts;
+  for (const Target& target : options.targets) {
+    ASSIGN_OR_RETURN(TargetContext context,
+                     ResolveTarget(target, options, cache));
+    contexts.push_back(std::move(context));
+  }
+  ASSIGN_OR_RETURN(const std::vector<ResolvedInterval> intervals,
+                   ResolveIntervals(requests, contexts, options));
+
+  FreezeResult result;
+  std::vector<BundleSection> sections(contexts.size());
+  std::vector<std::map<std::string, BundleEntry>> entries(contexts.size());
+  std::vector<std::set<Digest>> needed(contexts.size());
+  for (const ResolvedInterval& resolved : intervals) {
+    const Target& target = contexts[resolved.context].target;
+    ASSIGN_OR_RETURN(const Plan plan, StoredPlanOf(resolved, target, cache));
+    if (plan.evidence.state == PlanState::kPredicted) {
+      ++result.predicted;
+      if (!allow_predicted) {
+        return absl::FailedPreconditionError(absl::StrCat(
+            "the plan for ", IntervalName(resolved, target),
+            " is predicted: it never ran on the device; prewarm on a machine "
+            "that has it, or pass --allow-predicted"));
+      }
+    }
+    ++result.plans;
+    needed[resolved.context].insert(plan.programs.begin(), plan.programs.end());
+    for (const std::string& name : resolved.names) {
+      BundleEntry& entry = entries[resolved.context][name];
+      entry.name = name;
+      entry.geometry = resolved.geometry;
+      entry.plans.push_back(plan);
+    }
+  }
+  for (size_t i = 0; i < contexts.size(); ++i) {
+    BundleSection& section = sections[i];
+    section.target = contexts[i].target;
+    section.driver_version_min =
+        section.target.backend == Backend::kCuda ? kDriverVersionMin : 0;
+    for (auto& [name, entry] : entries[i]) {
+      section.entries.push_back(std::move(entry));
+    }
+    for (const Digest& digest : needed[i]) {
+      ASSIGN_OR_RETURN(std::optional<Program> program,
+                       cache->FindProgram(digest));
+      if (!program.has_value()) {
+        return absl::NotFoundError(
+            absl::StrCat("program ", digest.Short(), " of a stored plan for ",
+                         section.target.ToString(),
+                         " is not in the cache; run kiln prewarm again"));
+      }
+      section.programs.push_back(
+          std::make_shared<const Program>(*std::move(program)));
+    }
+    result.programs += section.programs.size();
+    result.entries += section.entries.size();
+  }
+  ASSIGN_OR_RETURN(result.bytes,
+                   WriteBundle(sections, {.allow_predicted = allow_predicted}));
+  RETURN_IF_ERROR(CheckBundleMatches(result.bytes, sections));
+  ASSIGN_OR_RETURN(result.root, BundleRoot(result.bytes));
+  return result;
+}
+
+}  // namespace kiln

@@ -1,0 +1,44 @@
+// Freeze: stored plans of a manifest -> one bundle file. What was written is
+// reopened through the runtime and compared with what was meant.
+
+#ifndef KILN_TUNER_FREEZE_H_
+#define KILN_TUNER_FREEZE_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "cache/plan_cache.h"
+#include "compiler/base/digest.h"
+#include "compiler/spec/manifest.h"
+#include "tuner/prewarm.h"
+
+namespace kiln {
+
+// Oldest driver that a CUDA section may be loaded with, as cuDriverGetVersion
+// counts: CUDA 12.4 is the first whose driver tells parameter layouts.
+inline constexpr uint32_t kDriverVersionMin = 12040;
+
+struct FreezeResult {
+  std::string bytes;
+  Digest root;
+  size_t entries = 0;
+  size_t plans = 0;
+  size_t predicted = 0;
+  size_t programs = 0;
+};
+
+// Builds the bundle of every request of the manifest on every target. Equal
+// caches give equal bytes.
+//   Errors: NotFound when an interval has no stored plan, naming it and the
+//   command that makes one; FailedPrecondition for predicted plans without
+//   allow_predicted; DataLoss when a program is damaged; Internal when the file
+//   does not read back as it was written.
+absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
+                                    const PrewarmOptions& options,
+                                    bool allow_predicted, PlanCache* cache);
+
+}  // namespace kiln
+
+#endif  // KILN_TUNER_FREEZE_H_

@@ -1,0 +1,191 @@
+#include "tuner/op_bench.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "compiler/base/check.h"
+#include "compiler/base/status_macros.h"
+
+namespace kiln {
+namespace {
+
+constexpr uint64_t kZoneBytes = 4096;
+constexpr uint8_t kZoneByte = 0xA5;
+constexpr uint8_t kPoisonByte = 0xFF;
+constexpr uint64_t kCheckChunkBytes = 16u << 20;
+
+uint64_t AlignUp(uint64_t value) {
+  return (value + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
+}
+
+absl::StatusOr<DeviceBuffer> Upload(Device* device, absl::string_view bytes) {
+  ASSIGN_OR_RETURN(DeviceBuffer buffer,
+                   DeviceBuffer::Allocate(device, bytes.size()));
+  RETURN_IF_ERROR(device->CopyIn(buffer.data(), bytes.data(), bytes.size()));
+  return buffer;
+}
+
+// Compares device bytes with what was uploaded, piece by piece.
+absl::Status Compare(Device* device, const DeviceBuffer& buffer,
+                     absl::string_view expected, absl::string_view name) {
+  std::string piece;
+  for (uint64_t at = 0; at < expected.size(); at += kCheckChunkBytes) {
+    piece.resize(std::min<uint64_t>(kCheckChunkBytes, expected.size() - at));
+    RETURN_IF_ERROR(device->CopyOut(
+        piece.data(), static_cast<const char*>(buffer.data()) + at,
+        piece.size()));
+    if (absl::string_view(piece) != expected.substr(at, piece.size())) {
+      return absl::InternalError(
+          absl::StrCat("read-only input ", name, " was written"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<GuardedBuffer> GuardedBuffer::Allocate(Device* device,
+                                                      uint64_t bytes) {
+  GuardedBuffer buffer;
+  buffer.device_ = device;
+  buffer.bytes_ = bytes;
+  ASSIGN_OR_RETURN(
+      buffer.memory_,
+      DeviceBuffer::Allocate(device, 2 * kZoneBytes + AlignUp(bytes)));
+  return buffer;
+}
+
+void* GuardedBuffer::data() const {
+  return static_cast<char*>(memory_.data()) + kZoneBytes;
+}
+
+absl::Status GuardedBuffer::Poison() {
+  if (memory_.data() == nullptr) return absl::OkStatus();
+  RETURN_IF_ERROR(device_->Fill(memory_.data(), kZoneByte, memory_.bytes()));
+  return device_->Fill(data(), kPoisonByte, bytes_);
+}
+
+absl::StatusOr<std::string> GuardedBuffer::FindDamage() const {
+  if (memory_.data() == nullptr) return std::string();
+  constexpr char kZone = static_cast<char>(kZoneByte);
+  std::string zone(kZoneBytes, '\0');
+  RETURN_IF_ERROR(device_->CopyOut(zone.data(), memory_.data(), kZoneBytes));
+  const size_t first = zone.find_first_not_of(kZone);
+  if (first != std::string::npos) {
+    return absl::StrCat("wrote ", kZoneBytes - first,
+                        " bytes before the buffer's start");
+  }
+  zone.resize(memory_.bytes() - kZoneBytes - bytes_);
+  RETURN_IF_ERROR(device_->CopyOut(
+      zone.data(), static_cast<const char*>(data()) + bytes_, zone.size()));
+  const size_t last = zone.find_last_not_of(kZone);
+  if (last != std::string::npos) {
+    return absl::StrCat("wrote up to ", last + 1,
+                        " bytes behind the buffer's end");
+  }
+  return std::string();
+}
+
+absl::StatusOr<std::unique_ptr<OpBench>> OpBench::Create(
+    Device* device, const RequestGeometry& geometry, uint64_t seed) {
+  std::unique_ptr<OpBench> bench(new OpBench(device, geometry, seed));
+  for (uint32_t slot = 0; slot < kFusedMoeParamCount; ++slot) {
+    const absl::string_view bytes =
+        bench->workload_.Constant(static_cast<FusedMoeParam>(slot));
+    DeviceBuffer buffer;
+    if (!bytes.empty()) {
+      ASSIGN_OR_RETURN(buffer, Upload(device, bytes));
+    }
+    bench->constants_.push_back(std::move(buffer));
+  }
+  return bench;
+}
+
+absl::Status OpBench::Reserve(uint32_t tokens, uint64_t arena_bytes) {
+  const uint64_t output_bytes = uint64_t{tokens} *
+                                static_cast<uint64_t>(geometry().hidden) *
+                                sizeof(float);
+  if (output_.bytes() != output_bytes) {
+    ASSIGN_OR_RETURN(output_, GuardedBuffer::Allocate(device_, output_bytes));
+  }
+  if (arena_.bytes() != arena_bytes) {
+    // The old arena goes first: both may not fit.
+    arena_ = GuardedBuffer();
+    ASSIGN_OR_RETURN(arena_, GuardedBuffer::Allocate(device_, arena_bytes));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<size_t> OpBench::AddInputs(Routing routing, uint32_t draw,
+                                          uint32_t tokens) {
+  Inputs inputs;
+  inputs.host = workload_.MakeTokens(routing, draw, tokens);
+  ASSIGN_OR_RETURN(inputs.x, Upload(device_, inputs.host.x));
+  ASSIGN_OR_RETURN(inputs.topk_ids, Upload(device_, inputs.host.topk_ids));
+  ASSIGN_OR_RETURN(inputs.topk_weights,
+                   Upload(device_, inputs.host.topk_weights));
+  inputs_.push_back(std::move(inputs));
+  return inputs_.size() - 1;
+}
+
+void OpBench::ClearInputs() { inputs_.clear(); }
+
+absl::Status OpBench::RewriteInputs(size_t inputs, Routing routing,
+                                    uint32_t draw, uint32_t tokens) {
+  Inputs& set = inputs_.at(inputs);
+  set.host = workload_.MakeTokens(routing, draw, tokens);
+  for (const auto& [buffer, bytes] :
+       {std::pair{&set.x, &set.host.x},
+        {&set.topk_ids, &set.host.topk_ids},
+        {&set.topk_weights, &set.host.topk_weights}}) {
+    KILN_CHECK(buffer->bytes() == bytes->size());
+    RETURN_IF_ERROR(
+        device_->CopyIn(buffer->data(), bytes->data(), bytes->size()));
+  }
+  return absl::OkStatus();
+}
+
+std::vector<uint64_t> OpBench::Params(size_t inputs) const {
+  std::vector<uint64_t> params(kFusedMoeParamCount);
+  const auto set = [&params](FusedMoeParam param, const void* address) {
+    params[static_cast<size_t>(param)] = reinterpret_cast<uint64_t>(address);
+  };
+  for (uint32_t slot = 0; slot < kFusedMoeParamCount; ++slot) {
+    set(static_cast<FusedMoeParam>(slot), constants_[slot].data());
+  }
+  const Inputs& tokens = inputs_.at(inputs);
+  set(FusedMoeParam::kX, tokens.x.data());
+  set(FusedMoeParam::kTopkIds, tokens.topk_ids.data());
+  set(FusedMoeParam::kTopkWeights, tokens.topk_weights.data());
+  set(FusedMoeParam::kOut, output_.data());
+  return params;
+}
+
+absl::StatusOr<std::vector<float>> OpBench::ReadOutput(uint32_t tokens) const {
+  std::vector<float> rows(size_t{tokens} *
+                          static_cast<size_t>(geometry().hidden));
+  RETURN_IF_ERROR(device_->CopyOut(rows.data(), output_.data(),
+                                   rows.size() * sizeof(float)));
+  return rows;
+}
+
+absl::Status OpBench::CheckInputs() const {
+  const std::vector<ParamDecl> params = FusedMoeParams(geometry());
+  for (uint32_t slot = 0; slot < kFusedMoeParamCount; ++slot) {
+    RETURN_IF_ERROR(
+        Compare(device_, constants_[slot],
+                workload_.Constant(static_cast<FusedMoeParam>(slot)),
+                params[slot].name));
+  }
+  for (const Inputs& inputs : inputs_) {
+    RETURN_IF_ERROR(Compare(device_, inputs.x, inputs.host.x, "x"));
+    RETURN_IF_ERROR(
+        Compare(device_, inputs.topk_ids, inputs.host.topk_ids, "topk_ids"));
+    RETURN_IF_ERROR(Compare(device_, inputs.topk_weights,
+                            inputs.host.topk_weights, "topk_weights"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace kiln

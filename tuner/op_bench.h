@@ -1,0 +1,104 @@
+// OpBench: the buffers of one request on one device. Weights are uploaded once;
+// token inputs come in numbered sets; output and arena lie between red zones.
+
+#ifndef KILN_TUNER_OP_BENCH_H_
+#define KILN_TUNER_OP_BENCH_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "compiler/spec/request.h"
+#include "templates/fused_moe/workload.h"
+#include "tuner/device.h"
+
+namespace kiln {
+
+// A device buffer with red zones before and after it.
+class GuardedBuffer {
+ public:
+  static absl::StatusOr<GuardedBuffer> Allocate(Device* device, uint64_t bytes);
+
+  void* data() const;
+
+  uint64_t bytes() const { return bytes_; }
+
+  // Fills the payload with 0xFF (NaN as f32, f16 and bf16) and renews the
+  // zones.
+  absl::Status Poison();
+  // Side and distance of a write into a zone, for people; empty when both
+  // zones are intact. The status is the device's.
+  absl::StatusOr<std::string> FindDamage() const;
+
+ private:
+  Device* device_ = nullptr;
+  DeviceBuffer memory_;
+  uint64_t bytes_ = 0;
+};
+
+// Not thread-safe. Owns device memory; destroy before the device.
+class OpBench {
+ public:
+  // Makes weights from `seed` and uploads them.
+  static absl::StatusOr<std::unique_ptr<OpBench>> Create(
+      Device* device, const RequestGeometry& geometry, uint64_t seed);
+
+  Device* device() const { return device_; }
+
+  FusedMoeWorkload& workload() { return workload_; }
+
+  const RequestGeometry& geometry() const { return workload_.geometry(); }
+
+  // Makes sure that output and arena hold this much.
+  absl::Status Reserve(uint32_t tokens, uint64_t arena_bytes);
+
+  // Uploads tokens 0..tokens-1 of a draw and returns the number of the input
+  // set. Sets live until ClearInputs.
+  absl::StatusOr<size_t> AddInputs(Routing routing, uint32_t draw,
+                                   uint32_t tokens);
+  void ClearInputs();
+
+  // Overwrites an input set in place with another draw of the same size: its
+  // addresses, and so a captured graph, stay valid.
+  absl::Status RewriteInputs(size_t inputs, Routing routing, uint32_t draw,
+                             uint32_t tokens);
+
+  // Parameter block of an input set.
+  std::vector<uint64_t> Params(size_t inputs) const;
+
+  GuardedBuffer& output() { return output_; }
+
+  GuardedBuffer& arena() { return arena_; }
+
+  // Copies the first `tokens` output rows to the host.
+  absl::StatusOr<std::vector<float>> ReadOutput(uint32_t tokens) const;
+
+  // Internal when an input slot no longer has its bytes: something wrote to a
+  // read-only buffer. Reads all weights back.
+  absl::Status CheckInputs() const;
+
+ private:
+  struct Inputs {
+    FusedMoeWorkload::Tokens host;
+    DeviceBuffer x;
+    DeviceBuffer topk_ids;
+    DeviceBuffer topk_weights;
+  };
+
+  OpBench(Device* device, const RequestGeometry& geometry, uint64_t seed)
+      : device_(device), workload_(geometry, seed) {}
+
+  Device* device_;
+  FusedMoeWorkload workload_;
+  std::vector<DeviceBuffer> constants_;  // by slot; empty where per-token
+  std::vector<Inputs> inputs_;
+  GuardedBuffer output_;
+  GuardedBuffer arena_;
+};
+
+}  // namespace kiln
+
+#endif  // KILN_TUNER_OP_BENCH_H_

@@ -1,0 +1,692 @@
+#include "tuner/prewarm.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "compiler/base/check.h"
+#include "compiler/base/status_macros.h"
+#include "compiler/compile_pool.h"
+#include "tuner/op_bench.h"
+#include "tuner/racer.h"
+#include "tuner/selection.h"
+
+namespace kiln {
+namespace {
+
+class Stopwatch {
+ public:
+  double Seconds() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() -
+                                         begin_)
+        .count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point begin_ =
+      std::chrono::steady_clock::now();
+};
+
+// Adds the time of a scope to one stage of the report.
+class StageTimer {
+ public:
+  StageTimer(Stage stage, PrewarmReport* report)
+      : stage_(stage), report_(report) {}
+
+  ~StageTimer() {
+    report_->seconds[std::string(StageName(stage_))] += watch_.Seconds();
+  }
+
+  StageTimer(const StageTimer&) = delete;
+  StageTimer& operator=(const StageTimer&) = delete;
+
+ private:
+  Stage stage_;
+  PrewarmReport* report_;
+  Stopwatch watch_;
+};
+
+int OracleThreads() {
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+// One program to compile, and everybody who needs it.
+struct PendingProgram {
+  ProgramKey key;
+  size_t context = 0;
+  CompileJob job;
+};
+
+class Session {
+ public:
+  Session(const PrewarmOptions& options, PlanCache* cache,
+          ProgressSink* progress)
+      : options_(options), cache_(*cache), progress_(*progress) {}
+
+  absl::StatusOr<PrewarmReport> Run(const Manifest& manifest) {
+    Stopwatch total;
+    report_.requests = manifest.requests.size();
+    const auto finish = [&] {
+      Summarize();
+      report_.seconds["total"] = total.Seconds();
+      return std::move(report_);
+    };
+    RETURN_IF_ERROR(Resolve(manifest));
+    if (StopAfter(Stage::kResolve)) return finish();
+    RETURN_IF_ERROR(LookUp());
+    if (StopAfter(Stage::kLookUp)) return finish();
+    RETURN_IF_ERROR(Compile());
+    if (StopAfter(Stage::kCompile)) return finish();
+    RETURN_IF_ERROR(Race());
+    return finish();
+  }
+
+ private:
+  bool StopAfter(Stage stage) {
+    if (options_.stop_after != stage) return false;
+    report_.stopped_after = stage;
+    return true;
+  }
+
+  absl::Status Resolve(const Manifest& manifest) {
+    const StageTimer timer(Stage::kResolve, &report_);
+    ASSIGN_OR_RETURN(const std::vector<PlannedRequest> requests,
+                     Canonicalize(manifest, options_.capacity_max));
+    for (const Target& target : options_.targets) {
+      ASSIGN_OR_RETURN(TargetContext context,
+                       ResolveTarget(target, options_, &cache_));
+      contexts_.push_back(std::move(context));
+    }
+    ASSIGN_OR_RETURN(intervals_,
+                     ResolveIntervals(requests, contexts_, options_));
+    std::set<Digest> distinct;
+    for (const ResolvedInterval& resolved : intervals_) {
+      IntervalReport row;
+      row.target = contexts_[resolved.context].target;
+      row.names = resolved.names;
+      row.geometry = resolved.geometry;
+      row.interval = resolved.plan.interval;
+      row.candidates = resolved.plan.candidates.size();
+      for (const PlannedCandidate& candidate : resolved.plan.candidates) {
+        distinct.insert(candidate.digest);
+      }
+      report_.intervals.push_back(std::move(row));
+    }
+    report_.candidates = distinct.size();
+    return absl::OkStatus();
+  }
+
+  const TargetContext& ContextOf(size_t index) const {
+    return contexts_[intervals_[index].context];
+  }
+
+  // A stored plan answers unless it is only predicted and a device is here.
+  absl::StatusOr<bool> Answers(const Plan& plan, const TargetContext& context) {
+    if (plan.evidence.state == PlanState::kPredicted &&
+        !context.profile.assumed && !options_.compile_only) {
+      return false;
+    }
+    for (const Digest& program : plan.programs) {
+      ASSIGN_OR_RETURN(const bool present, cache_.ContainsProgram(program));
+      if (!present) return false;
+    }
+    return true;
+  }
+
+  absl::Status LookUp() {
+    const StageTimer timer(Stage::kLookUp, &report_);
+    std::vector<Digest> keys;
+    for (const ResolvedInterval& resolved : intervals_) {
+      keys.push_back(resolved.plan.key.digest);
+    }
+    ASSIGN_OR_RETURN(const std::vector<std::optional<StoredPlan>> stored,
+                     cache_.FindPlans(keys));
+    for (size_t i = 0; i < stored.size(); ++i) {
+      if (!stored[i].has_value()) {
+        missing_.push_back(i);
+        continue;
+      }
+      ASSIGN_OR_RETURN(const bool answers,
+                       Answers(stored[i]->plan, ContextOf(i)));
+      if (!answers) {
+        missing_.push_back(i);
+        continue;
+      }
+      report_.intervals[i].plan = stored[i]->plan;
+      report_.intervals[i].reused = true;
+    }
+    TakeWarnings();
+    progress_.Update(Stage::kLookUp, keys.size() - missing_.size(), keys.size(),
+                     "answered by the cache");
+    return absl::OkStatus();
+  }
+
+  void TakeWarnings() {
+    for (const std::string& warning : cache_.TakeWarnings()) {
+      progress_.Note(absl::StrCat("cache: ", warning));
+    }
+  }
+
+  // Programs of the missing intervals that neither the cache nor an earlier
+  // reject answers. Default candidates come first: they are required.
+  absl::StatusOr<std::vector<PendingProgram>> FindPending() {
+    std::vector<PendingProgram> pending;
+    std::set<Digest> seen;
+    size_t longest = 0;
+    for (const size_t index : missing_) {
+      longest = std::max(longest, intervals_[index].plan.candidates.size());
+    }
+    for (size_t rank = 0; rank < longest; ++rank) {
+      for (const size_t index : missing_) {
+        const ResolvedInterval& resolved = intervals_[index];
+        if (rank >= resolved.plan.candidates.size()) continue;
+        RETURN_IF_ERROR(AddPending(resolved, resolved.plan.candidates[rank],
+                                   &seen, &pending));
+      }
+    }
+    return pending;
+  }
+
+  absl::Status AddPending(const ResolvedInterval& resolved,
+                          const PlannedCandidate& candidate,
+                          std::set<Digest>* seen,
+                          std::vector<PendingProgram>* pending) {
+    std::vector<SourceUnit> units;
+    for (size_t i = 0; i < candidate.programs.size(); ++i) {
+      const ProgramKey& key = candidate.programs[i];
+      if (!seen->insert(key.digest).second) continue;
+      ASSIGN_OR_RETURN(const bool present, cache_.ContainsProgram(key.digest));
+      if (present) {
+        ++report_.programs_reused;
+        continue;
+      }
+      ASSIGN_OR_RETURN(const std::optional<Reject> reject,
+                       cache_.FindReject(key.digest));
+      if (reject.has_value()) {
+        rejected_programs_[key.digest] = reject->reason;
+        continue;
+      }
+      if (units.empty()) {
+        units = candidate.kernel_template->MakeUnits(
+            resolved.geometry, contexts_[resolved.context].target,
+            candidate.body.assignment);
+      }
+      pending->push_back(
+          {key, resolved.context,
+           CompileJob{units[i], contexts_[resolved.context].target}});
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Compile() {
+    const StageTimer timer(Stage::kCompile, &report_);
+    ASSIGN_OR_RETURN(const std::vector<PendingProgram> pending, FindPending());
+    if (pending.empty()) return absl::OkStatus();
+    std::vector<CompilerSetup> setups;
+    for (const TargetContext& context : contexts_) {
+      const bool known = std::any_of(
+          setups.begin(), setups.end(), [&](const CompilerSetup& setup) {
+            return setup.backend == context.target.backend;
+          });
+      if (!known) setups.push_back(context.setup);
+    }
+    std::vector<CompileJob> jobs;
+    for (const PendingProgram& program : pending) jobs.push_back(program.job);
+    PoolOptions pool_options;
+    pool_options.jobs = options_.jobs > 0 ? options_.jobs : WorkerCountMax();
+    pool_options.deadline = absl::Seconds(options_.compile_seconds_max);
+    CompilePool pool(pool_options, std::move(setups));
+    CompileCallbacks callbacks;
+    callbacks.on_results =
+        [&](absl::Span<const CompileResult> results) -> absl::Status {
+      return Publish(pending, results);
+    };
+    callbacks.on_progress = [&](const CompileProgress& update) {
+      progress_.Update(Stage::kCompile, update.done, update.total,
+                       update.current);
+    };
+    RETURN_IF_ERROR(pool.Run(jobs, callbacks).status());
+    report_.compile_cpu_seconds += pool.stats().compile_seconds;
+    return absl::OkStatus();
+  }
+
+  absl::Status Publish(const std::vector<PendingProgram>& pending,
+                       absl::Span<const CompileResult> results) {
+    std::vector<Program> programs;
+    std::vector<Reject> rejects;
+    for (const CompileResult& result : results) {
+      const PendingProgram& program = pending[result.index];
+      absl::StatusOr<Program> made = MakeProgram(
+          program.job, contexts_[program.context].setup.toolchain, result);
+      if (made.ok() && made->key != program.key) {
+        return absl::InternalError(
+            absl::StrCat("program key of ", program.job.unit.name,
+                         " changed between ", "planning and compiling"));
+      }
+      if (made.ok()) {
+        programs.push_back(*std::move(made));
+        continue;
+      }
+      const bool again = absl::IsUnavailable(made.status());
+      rejected_programs_[program.key.digest] =
+          std::string(made.status().message());
+      ++report_.rejects;
+      progress_.Note(absl::StrCat("rejected ", program.job.unit.name, " for ",
+                                  program.job.target.ToString(), ": ",
+                                  made.status().message()));
+      // What an outsider killed says nothing about the source.
+      if (again) continue;
+      Reject reject;
+      reject.key = program.key.digest;
+      reject.preimage = program.key.preimage;
+      reject.stage =
+          result.status.ok() ? RejectStage::kInspect : RejectStage::kCompile;
+      reject.reason = std::string(made.status().message());
+      reject.log = result.log;
+      rejects.push_back(std::move(reject));
+    }
+    report_.programs_compiled += programs.size();
+    RETURN_IF_ERROR(cache_.PutPrograms(programs));
+    return cache_.PutRejects(rejects);
+  }
+
+  // The candidate with its programs, or why it cannot run.
+  absl::StatusOr<Contender> MakeContender(const PlannedCandidate& candidate) {
+    Contender contender;
+    contender.body = candidate.body;
+    contender.digest = candidate.digest;
+    for (const ProgramKey& key : candidate.programs) {
+      std::shared_ptr<const Program>& slot = programs_[key.digest];
+      if (slot == nullptr) {
+        ASSIGN_OR_RETURN(std::optional<Program> program,
+                         cache_.FindProgram(key.digest));
+        if (!program.has_value()) {
+          const auto reject = rejected_programs_.find(key.digest);
+          return absl::NotFoundError(
+              reject != rejected_programs_.end()
+                  ? reject->second
+                  : absl::StrCat("program ", key.digest.Short(),
+                                 " is not in the cache"));
+        }
+        slot = std::make_shared<const Program>(*std::move(program));
+      }
+      contender.programs.push_back(slot);
+    }
+    return contender;
+  }
+
+  absl::Status Race() {
+    const StageTimer timer(Stage::kRace, &report_);
+    size_t done = 0;
+    size_t bench_context = std::numeric_limits<size_t>::max();
+    std::unique_ptr<Device> device;
+    std::unique_ptr<OpBench> bench;
+    for (const size_t index : missing_) {
+      const ResolvedInterval& resolved = intervals_[index];
+      const TargetContext& context = contexts_[resolved.context];
+      progress_.Update(Stage::kRace, done, missing_.size(),
+                       Describe(resolved, ""));
+      if (options_.compile_only || context.profile.assumed) {
+        RETURN_IF_ERROR(Predict(index));
+      } else {
+        if (bench_context != resolved.context) {
+          bench.reset();
+          ASSIGN_OR_RETURN(device, OpenDevice(context));
+          bench_context = resolved.context;
+        }
+        if (bench == nullptr || bench->geometry() != resolved.geometry) {
+          bench.reset();
+          ASSIGN_OR_RETURN(
+              bench,
+              OpBench::Create(device.get(), resolved.geometry, options_.seed));
+        }
+        RETURN_IF_ERROR(RaceInterval(index, bench.get(), done));
+      }
+      ++done;
+    }
+    TakeWarnings();
+    progress_.Update(Stage::kRace, done, missing_.size(), "done");
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<std::unique_ptr<Device>> OpenDevice(
+      const TargetContext& context) {
+    if (context.target.backend == Backend::kCpu) {
+      return OpenCpuDevice(context.target);
+    }
+    return OpenCudaDevice(options_.device_ordinal, context.target);
+  }
+
+  std::string Describe(const ResolvedInterval& resolved,
+                       const std::string& detail) const {
+    return absl::StrCat(contexts_[resolved.context].target.ToString(), " ",
+                        absl::StrJoin(resolved.names, ","),
+                        " m<=", resolved.plan.interval.m_max,
+                        detail.empty() ? "" : " ", detail);
+  }
+
+  Plan MakePlan(size_t index, const Contender& winner) const {
+    const ResolvedInterval& resolved = intervals_[index];
+    Plan plan;
+    plan.geometry = resolved.geometry;
+    plan.target = contexts_[resolved.context].target;
+    plan.interval = resolved.plan.interval;
+    plan.body = winner.body;
+    for (const auto& program : winner.programs) {
+      plan.programs.push_back(program->key.digest);
+    }
+    plan.evidence.candidates =
+        static_cast<uint32_t>(resolved.plan.candidates.size());
+    return plan;
+  }
+
+  // Without a device the best predicted candidate that compiled stands in, and
+  // says so.
+  absl::Status Predict(size_t index) {
+    IntervalReport& row = report_.intervals[index];
+    std::optional<Contender> first;
+    std::vector<Measurement> evidence;
+    for (const PlannedCandidate& candidate :
+         intervals_[index].plan.candidates) {
+      absl::StatusOr<Contender> contender = MakeContender(candidate);
+      if (!contender.ok()) {
+        if (!absl::IsNotFound(contender.status())) return contender.status();
+        ++row.rejected;
+        row.problem = std::string(contender.status().message());
+        continue;
+      }
+      if (!first.has_value()) first = *std::move(contender);
+    }
+    if (!first.has_value()) return absl::OkStatus();
+    row.problem.clear();
+    Plan plan = MakePlan(index, *first);
+    plan.evidence.state = PlanState::kPredicted;
+    RETURN_IF_ERROR(cache_.PutPlan(intervals_[index].plan.key, plan, evidence));
+    row.plan = std::move(plan);
+    return absl::OkStatus();
+  }
+
+  absl::Status RaceInterval(size_t index, OpBench* bench, size_t done) {
+    const ResolvedInterval& resolved = intervals_[index];
+    IntervalReport& row = report_.intervals[index];
+    std::vector<Contender> contenders;
+    std::vector<Measurement> evidence;
+    for (const PlannedCandidate& candidate : resolved.plan.candidates) {
+      ASSIGN_OR_RETURN(const std::optional<Reject> known,
+                       cache_.FindReject(candidate.digest));
+      absl::StatusOr<Contender> contender =
+          known.has_value()
+              ? absl::StatusOr<Contender>(absl::NotFoundError(known->reason))
+              : MakeContender(candidate);
+      if (contender.ok()) {
+        contenders.push_back(*std::move(contender));
+        continue;
+      }
+      if (!absl::IsNotFound(contender.status())) return contender.status();
+      ++row.rejected;
+      row.problem = std::string(contender.status().message());
+      evidence.push_back(
+          RejectedEvidence(candidate.body, candidate.digest, row.problem));
+    }
+    if (contenders.empty()) return absl::OkStatus();
+
+    size_t running = 0;
+    RaceOptions race;
+    race.seconds_max = options_.race_seconds_max;
+    race.oracle_threads = OracleThreads();
+    race.progress = [&](const std::string& line) {
+      progress_.Update(Stage::kRace, done, missing_.size(),
+                       Describe(resolved, line));
+    };
+    race.about_to_run = [&](size_t contender) { running = contender; };
+    absl::StatusOr<RaceResult> result =
+        kiln::Race(bench, resolved.plan.interval, contenders, race);
+    if (!result.ok()) {
+      return Quarantine(contenders[running], result.status());
+    }
+    report_.launches += result->launches;
+    return Conclude(index, contenders, *result, std::move(evidence));
+  }
+
+  // The device failed while a candidate ran. The device may be unusable in this
+  // process, so the run ends; the next one goes on without the candidate.
+  absl::Status Quarantine(const Contender& contender,
+                          const absl::Status& failure) {
+    Reject reject;
+    reject.key = contender.digest;
+    reject.stage = RejectStage::kRace;
+    reject.reason = absl::StrCat("device failed: ", failure.message());
+    RETURN_IF_ERROR(cache_.PutReject(reject));
+    return absl::InternalError(absl::StrCat(
+        "the device failed while racing ", contender.body.Label(), ": ",
+        failure.message(),
+        "; the candidate is set aside, run the same command again"));
+  }
+
+  static Measurement RejectedEvidence(const PlanBody& body,
+                                      const Digest& digest,
+                                      const std::string& reason) {
+    Measurement measurement;
+    measurement.label = body.Label();
+    measurement.candidate = digest;
+    measurement.verdict = Verdict::kRejected;
+    measurement.reason = reason;
+    measurement.worst_error = std::numeric_limits<double>::quiet_NaN();
+    measurement.regret = std::numeric_limits<double>::quiet_NaN();
+    return measurement;
+  }
+
+  // Selects the winner from the samples and stores it with all evidence.
+  absl::Status Conclude(size_t index, const std::vector<Contender>& contenders,
+                        const RaceResult& result,
+                        std::vector<Measurement> evidence) {
+    IntervalReport& row = report_.intervals[index];
+    std::vector<SelectionInput> inputs;
+    for (size_t i = 0; i < contenders.size(); ++i) {
+      const Timing& timing = result.timings[i];
+      inputs.push_back(
+          {.eligible = timing.outcome == Outcome::kFinished,
+           .median_ns = MedianNs(timing.samples),
+           .numerics_class = contenders[i].body.numerics_class,
+           .arena_bytes = contenders[i].body.arena.bytes,
+           .registers = RegistersOf(contenders[i].body, contenders[i].programs),
+           .key = contenders[i].digest});
+    }
+    const std::optional<size_t> winner =
+        SelectWinner(inputs, result.noise_floor);
+    std::vector<Reject> rejects;
+    for (size_t i = 0; i < contenders.size(); ++i) {
+      const Timing& timing = result.timings[i];
+      if (timing.outcome == Outcome::kRejected) {
+        ++row.rejected;
+        ++report_.rejects;
+        row.problem = timing.reason;
+        progress_.Note(absl::StrCat("rejected ", contenders[i].body.Label(),
+                                    ": ", timing.reason));
+        evidence.push_back(RejectedEvidence(
+            contenders[i].body, contenders[i].digest, timing.reason));
+        Reject reject;
+        reject.key = contenders[i].digest;
+        reject.stage = RejectStage::kVerify;
+        reject.reason = timing.reason;
+        rejects.push_back(std::move(reject));
+        continue;
+      }
+      Measurement measurement;
+      measurement.label = contenders[i].body.Label();
+      measurement.candidate = contenders[i].digest;
+      measurement.reason = timing.reason;
+      measurement.worst_error = timing.worst_error;
+      measurement.regret =
+          winner.has_value()
+              ? inputs[i].median_ns / inputs[*winner].median_ns - 1
+              : std::numeric_limits<double>::quiet_NaN();
+      for (const BlockTime& sample : timing.samples) {
+        measurement.samples.push_back({sample.block, sample.ns});
+      }
+      measurement.verdict =
+          winner == i                              ? Verdict::kWon
+          : timing.outcome == Outcome::kIdentical  ? Verdict::kIdentical
+          : timing.outcome == Outcome::kEliminated ? Verdict::kEliminated
+                                                   : Verdict::kLost;
+      evidence.push_back(std::move(measurement));
+    }
+    RETURN_IF_ERROR(cache_.PutRejects(rejects));
+    if (!winner.has_value()) return absl::OkStatus();
+    row.problem.clear();
+    Plan plan = MakePlan(index, contenders[*winner]);
+    Evidence& proof = plan.evidence;
+    proof.state = PlanState::kMeasured;
+    proof.median_ns = inputs[*winner].median_ns;
+    proof.default_median_ns =
+        inputs[0].eligible ? inputs[0].median_ns : proof.median_ns;
+    proof.noise_floor = result.noise_floor;
+    proof.worst_error = result.timings[*winner].worst_error;
+    proof.samples =
+        static_cast<uint32_t>(result.timings[*winner].samples.size());
+    RETURN_IF_ERROR(cache_.PutPlan(intervals_[index].plan.key, plan, evidence));
+    row.plan = std::move(plan);
+    return absl::OkStatus();
+  }
+
+  void Summarize() {
+    report_.complete = !report_.stopped_after.has_value();
+    for (const IntervalReport& row : report_.intervals) {
+      if (!row.plan.has_value()) {
+        report_.complete = false;
+      } else if (row.plan->evidence.state == PlanState::kMeasured) {
+        ++report_.winners;
+      } else {
+        ++report_.predicted;
+      }
+    }
+  }
+
+  const PrewarmOptions& options_;
+  PlanCache& cache_;
+  ProgressSink& progress_;
+  PrewarmReport report_;
+  std::vector<TargetContext> contexts_;
+  std::vector<ResolvedInterval> intervals_;
+  std::vector<size_t> missing_;  // indices of intervals_
+  std::map<Digest, std::string> rejected_programs_;
+  std::map<Digest, std::shared_ptr<const Program>> programs_;
+};
+
+}  // namespace
+
+ProgressSink::~ProgressSink() = default;
+
+std::optional<std::string> CacheProbeMemo::Lookup(absl::string_view key) {
+  absl::StatusOr<std::optional<FileMemo>> memo =
+      cache_.FindFileMemo({.path = Sha256(key).ToHex()});
+  if (!memo.ok() || !memo->has_value()) return std::nullopt;
+  return (*memo)->version;
+}
+
+void CacheProbeMemo::Store(absl::string_view key, absl::string_view value) {
+  // A memo that is lost costs a probe next time and nothing else.
+  cache_
+      .PutFileMemo({.path = Sha256(key).ToHex()},
+                   {.name = "probe",
+                    .version = std::string(value),
+                    .content = Sha256(value)})
+      .IgnoreError();
+}
+
+absl::string_view StageName(Stage stage) {
+  switch (stage) {
+    case Stage::kResolve:
+      return "resolve";
+    case Stage::kLookUp:
+      return "lookup";
+    case Stage::kCompile:
+      return "compile";
+    case Stage::kRace:
+      return "race";
+  }
+  KILN_UNREACHABLE();
+}
+
+std::optional<Stage> ParseStage(absl::string_view name) {
+  for (const Stage stage :
+       {Stage::kResolve, Stage::kLookUp, Stage::kCompile, Stage::kRace}) {
+    if (StageName(stage) == name) return stage;
+  }
+  return std::nullopt;
+}
+
+uint32_t RegistersOf(
+    const PlanBody& body,
+    const std::vector<std::shared_ptr<const Program>>& programs) {
+  uint32_t registers = 0;
+  for (const Step& step : body.steps) {
+    const Kernel* kernel = programs.at(step.program)->FindKernel(step.entry);
+    if (kernel != nullptr) registers = std::max(registers, kernel->registers);
+  }
+  return registers;
+}
+
+absl::StatusOr<TargetContext> ResolveTarget(const Target& target,
+                                            const PrewarmOptions& options,
+                                            PlanCache* cache) {
+  TargetContext context;
+  context.target = target;
+  context.profile = AssumedProfile(target);
+  if (!options.compile_only) {
+    absl::StatusOr<DeviceProfile> profile =
+        absl::FailedPreconditionError("no device");
+    if (target.backend == Backend::kCpu) {
+      profile = HostCpuProfile(target);
+    } else {
+      const std::vector<DeviceProfile> devices = ListCudaDevices();
+      const auto ordinal = static_cast<size_t>(options.device_ordinal);
+      if (ordinal < devices.size()) {
+        profile = ProfileForTarget(devices[ordinal], target);
+      }
+    }
+    if (profile.ok()) context.profile = *std::move(profile);
+  }
+  CacheProbeMemo memo(cache);
+  ASSIGN_OR_RETURN(context.setup, options.toolchain(target.backend, &memo));
+  return context;
+}
+
+absl::StatusOr<std::vector<ResolvedInterval>> ResolveIntervals(
+    const std::vector<PlannedRequest>& requests,
+    const std::vector<TargetContext>& contexts, const PrewarmOptions& options) {
+  std::vector<ResolvedInterval> resolved;
+  for (size_t index = 0; index < contexts.size(); ++index) {
+    const TargetContext& context = contexts[index];
+    const int candidates_max =
+        options.candidates_max > 0
+            ? options.candidates_max
+            : DefaultCandidatesMax(context.target.backend);
+    for (const PlannedRequest& request : requests) {
+      Planner planner(request.geometry, context.profile,
+                      context.setup.toolchain, candidates_max);
+      for (const Interval& interval : request.intervals) {
+        ASSIGN_OR_RETURN(IntervalPlan plan, planner.Plan(interval));
+        resolved.push_back(
+            {index, request.names, request.geometry, std::move(plan)});
+      }
+    }
+  }
+  return resolved;
+}
+
+absl::StatusOr<PrewarmReport> Prewarm(const Manifest& manifest,
+                                      const PrewarmOptions& options,
+                                      PlanCache* cache,
+                                      ProgressSink* progress) {
+  return Session(options, cache, progress).Run(manifest);
+}
+
+}  // namespace kiln

@@ -1,0 +1,147 @@
+// Prewarm, the whole flow on one page:
+//
+//   Resolve   manifest × target -> intervals with candidates and keys
+//   LookUp    which intervals the cache answers already
+//   Compile   missing programs, in worker processes; inspected, then stored
+//   Race      verify against the oracle, time, select; stored per interval
+//
+// Each stage takes values and returns values; a killed run loses at most the
+// work in flight, because every result is committed when it exists.
+
+#ifndef KILN_TUNER_PREWARM_H_
+#define KILN_TUNER_PREWARM_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "cache/plan_cache.h"
+#include "compiler/spec/device_profile.h"
+#include "compiler/spec/manifest.h"
+#include "compiler/spec/plan.h"
+#include "compiler/toolchain_probe.h"
+#include "tuner/device.h"
+#include "tuner/planner.h"
+
+namespace kiln {
+
+// Where a run may stop; the stages before it are complete.
+enum class Stage { kResolve, kLookUp, kCompile, kRace };
+
+// "resolve", "lookup", "compile", "race".
+absl::string_view StageName(Stage stage);
+std::optional<Stage> ParseStage(absl::string_view name);
+
+// What happens, as it happens. All calls come from the calling thread.
+class ProgressSink {
+ public:
+  virtual ~ProgressSink();
+  // `done` of `total` units of the stage; `detail` is one line.
+  virtual void Update(Stage stage, size_t done, size_t total,
+                      const std::string& detail) = 0;
+  // A message that stays.
+  virtual void Note(const std::string& line) = 0;
+};
+
+struct PrewarmOptions {
+  std::vector<Target> targets;
+  uint32_t capacity_max = 0;         // drop larger capacities; 0 keeps all
+  int candidates_max = 0;            // per interval; 0 = DefaultCandidatesMax
+  int jobs = 0;                      // compile workers; 0 = WorkerCountMax()
+  double compile_seconds_max = 120;  // deadline of one compile
+  bool compile_only = false;     // never touch a device; plans are predicted
+  double race_seconds_max = 10;  // timing per interval
+  std::optional<Stage> stop_after;
+  int device_ordinal = 0;  // of the GPU to race on
+  uint64_t seed = 1;       // of the race's inputs
+  // Finds the compiler of a backend. Called at most once per backend.
+  std::function<absl::StatusOr<CompilerSetup>(Backend, ProbeMemo*)> toolchain;
+};
+
+// One interval of one request on one target.
+struct IntervalReport {
+  Target target;
+  std::vector<std::string> names;  // requests it serves
+  RequestGeometry geometry;
+  Interval interval;
+  size_t candidates = 0;
+  size_t rejected = 0;       // of the candidates
+  bool reused = false;       // the cache had the answer
+  std::optional<Plan> plan;  // absent when nothing won
+  std::string problem;       // why it is absent
+};
+
+struct PrewarmReport {
+  std::vector<IntervalReport> intervals;
+  size_t requests = 0;
+  size_t candidates = 0;  // distinct
+  size_t programs_compiled = 0;
+  size_t programs_reused = 0;
+  size_t rejects = 0;  // programs and candidates
+  uint64_t launches = 0;
+  size_t winners = 0;                     // measured plans
+  size_t predicted = 0;                   // plans that were never run
+  std::map<std::string, double> seconds;  // by stage, and "total"
+  double compile_cpu_seconds = 0;  // sum over compiles, inside the compiler
+  bool complete = false;           // every interval has a plan
+  std::optional<Stage> stopped_after;
+};
+
+// Keeps what compilers turned out to be in the cache. Borrows the cache.
+class CacheProbeMemo : public ProbeMemo {
+ public:
+  explicit CacheProbeMemo(PlanCache* cache) : cache_(*cache) {}
+
+  std::optional<std::string> Lookup(absl::string_view key) override;
+  void Store(absl::string_view key, absl::string_view value) override;
+
+ private:
+  PlanCache& cache_;
+};
+
+// A target with the device that answers for it, if there is one.
+struct TargetContext {
+  Target target;
+  DeviceProfile profile;  // assumed when there is no device
+  CompilerSetup setup;
+};
+
+// Finds device profile and compiler of a target. With compile_only, or without
+// the device, the profile is the target's usual one (`assumed`).
+absl::StatusOr<TargetContext> ResolveTarget(const Target& target,
+                                            const PrewarmOptions& options,
+                                            PlanCache* cache);
+
+// One interval with everything that identifies it.
+struct ResolvedInterval {
+  size_t context = 0;  // index into the contexts
+  std::vector<std::string> names;
+  RequestGeometry geometry;
+  IntervalPlan plan;
+};
+
+// Intervals of all requests on all contexts: by context, geometry, interval.
+absl::StatusOr<std::vector<ResolvedInterval>> ResolveIntervals(
+    const std::vector<PlannedRequest>& requests,
+    const std::vector<TargetContext>& contexts, const PrewarmOptions& options);
+
+// Runs all stages. An interval without a winner is no error: see
+// PrewarmReport::complete.
+absl::StatusOr<PrewarmReport> Prewarm(const Manifest& manifest,
+                                      const PrewarmOptions& options,
+                                      PlanCache* cache, ProgressSink* progress);
+
+// Registers of the hungriest kernel that `body` launches.
+uint32_t RegistersOf(
+    const PlanBody& body,
+    const std::vector<std::shared_ptr<const Program>>& programs);
+
+}  // namespace kiln
+
+#endif  // KILN_TUNER_PREWARM_H_

@@ -1,0 +1,81 @@
+// Race: candidates of one interval -> verdicts and timing samples. Verifies
+// each candidate, then times the survivors in interleaved blocks as deployed:
+// captured launches of the whole plan over rotating token draws, so that
+// consecutive launches use other experts' weights and find a cold L2.
+
+#ifndef KILN_TUNER_RACER_H_
+#define KILN_TUNER_RACER_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "compiler/spec/plan.h"
+#include "compiler/spec/program.h"
+#include "tuner/op_bench.h"
+
+namespace kiln {
+
+// A candidate with its compiled programs.
+struct Contender {
+  PlanBody body;
+  std::vector<std::shared_ptr<const Program>> programs;
+  Digest digest;  // CandidateDigest
+};
+
+// One timed block of one candidate.
+struct BlockTime {
+  uint32_t block = 0;
+  double ns = 0;  // per launch of the whole plan
+};
+
+enum class Outcome {
+  kFinished,    // timed to the end
+  kEliminated,  // dropped early: clearly slower than the best
+  kIdentical,   // same binaries and launches as an earlier contender
+  kRejected,    // wrong, or refused by the runtime
+};
+
+struct Timing {
+  Outcome outcome = Outcome::kRejected;
+  std::string reason;      // of a reject, or which contender it is identical to
+  double worst_error = 0;  // against the oracle
+  std::vector<BlockTime> samples;
+};
+
+struct RaceResult {
+  std::vector<Timing> timings;  // in the order of the contenders
+  // |a / b - 1| of the default's two sets of samples, as a fraction.
+  double noise_floor = 0;
+  uint64_t launches = 0;
+};
+
+struct RaceOptions {
+  // Seconds that timing may take; verification is not counted.
+  double seconds_max = 10;
+  uint32_t blocks_min = 5;
+  uint32_t blocks_max = 25;
+  int oracle_threads = 1;
+  // Called with a line for people whenever something was learnt.
+  std::function<void(const std::string&)> progress;
+  // Called before a contender first runs. If the process then dies, the caller
+  // knows whom to blame.
+  std::function<void(size_t contender)> about_to_run;
+};
+
+// The first contender is the default: it is timed twice per block, which
+// measures the noise floor.
+//   Errors: the device failed. Wrong candidates are Outcome::kRejected.
+absl::StatusOr<RaceResult> Race(OpBench* bench, const Interval& interval,
+                                const std::vector<Contender>& contenders,
+                                const RaceOptions& options);
+
+// Median of the samples; NaN when there are none.
+double MedianNs(const std::vector<BlockTime>& samples);
+
+}  // namespace kiln
+
+#endif  // KILN_TUNER_RACER_H_
