@@ -126,7 +126,7 @@ absl::StatusOr<CacheStats> PlanCache::Stats() {
     ASSIGN_OR_RETURN(entry.rows, CountRows(table.name, database_.get()));
     ASSIGN_OR_RETURN(
         Statement select,
-        database_->Prepare("SELECT sum(pgsize) FROM dbstat WHERE aggregate "
+        database_->Prepare("SELECT sum(pgsize) FROM dbstat WHERE aggregate = 1 "
                            "AND name IN (SELECT name FROM sqlite_schema "
                            "WHERE tbl_name = ?1)"));
     select.BindText(1, table.name);
@@ -202,9 +202,8 @@ absl::Status PlanCache::CheckPlans(std::vector<CacheFinding>* findings) {
       for (;;) {
         ASSIGN_OR_RETURN(const bool more, select.Step());
         if (!more) break;
-        ASSIGN_OR_RETURN(const Digest program,
-                         Digest::FromBytes(select.Bytes(0)));
-        listed.push_back(program);
+        // A damaged entry shows as a list that differs.
+        listed.push_back(Digest::FromBytes(select.Bytes(0)).value_or(Digest{}));
       }
     }
     if (listed != row.value->plan.programs) {

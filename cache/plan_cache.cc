@@ -368,8 +368,13 @@ absl::StatusOr<std::vector<Digest>> PlanCache::Keys(absl::string_view sql) {
   for (;;) {
     ASSIGN_OR_RETURN(const bool row, statement.Step());
     if (!row) return keys;
-    ASSIGN_OR_RETURN(const Digest key, Digest::FromBytes(statement.Bytes(0)));
-    keys.push_back(key);
+    const absl::StatusOr<Digest> key = Digest::FromBytes(statement.Bytes(0));
+    if (key.ok()) {
+      keys.push_back(*key);
+    } else {
+      Warn(absl::StrCat("a row of ", path_,
+                        " has no usable key: ", key.status().message()));
+    }
   }
 }
 

@@ -136,6 +136,11 @@ class PlanCache {
   absl::StatusOr<std::optional<StoredPlan>> FindPlan(const Digest& key);
   absl::StatusOr<std::vector<std::optional<StoredPlan>>> FindPlans(
       absl::Span<const Digest> keys);
+  // Per key, whether its plan is stored whole and the cache has rows for all of
+  // its programs. Digests are checked, the text is not parsed: several times
+  // faster than FindPlans for a caller that has nothing else to do.
+  absl::StatusOr<std::vector<bool>> ContainsPlans(
+      absl::Span<const Digest> keys);
   // All that are whole, sorted by key.
   absl::StatusOr<std::vector<StoredPlan>> ListPlans();
 
@@ -203,6 +208,9 @@ class PlanCache {
   absl::Status ReadProgram(const Digest& key, Row<Program>* row);
   absl::Status ReadReject(const Digest& key, Row<Reject>* row);
   absl::Status ReadPlan(const Digest& key, Row<StoredPlan>* row);
+  // Like ReadPlan without the value: sets `present`, or the row's problem.
+  absl::Status ReadPlanPresence(const Digest& key, Row<StoredPlan>* row,
+                                bool* present);
   absl::Status ReadMeasurements(const Digest& key, const Row<StoredPlan>& plan,
                                 Row<std::vector<Measurement>>* row);
   absl::Status ReadFileMemo(const FileStamp& stamp, Row<FileMemo>* row);
@@ -236,6 +244,8 @@ class PlanCache {
   absl::StatusOr<std::vector<std::string>> MemoPaths();
   // Reads every row of a rebuilt file and leaves only whole ones.
   absl::Status Sift(std::vector<CacheFinding>* dropped);
+  // First column of every row. Rows whose key is damaged, which no look-up can
+  // reach, are warned of and passed over.
   absl::StatusOr<std::vector<Digest>> Keys(absl::string_view sql);
 
   PlanCacheOptions options_;

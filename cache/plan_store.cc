@@ -168,6 +168,54 @@ absl::StatusOr<std::vector<std::optional<StoredPlan>>> PlanCache::FindPlans(
   return plans;
 }
 
+absl::Status PlanCache::ReadPlanPresence(const Digest& key,
+                                         Row<StoredPlan>* row, bool* present) {
+  *present = false;
+  ASSIGN_OR_RETURN(
+      Statement select,
+      database_->Prepare("SELECT preimage, plan, measurements, created_unix, "
+                         "host_name, device_name, tool_version, row_digest, "
+                         "EXISTS (SELECT 1 FROM plan_program "
+                         "WHERE plan_id = plan.id AND NOT EXISTS "
+                         "(SELECT 1 FROM program WHERE key = program_key)) "
+                         "FROM plan WHERE key = ?1"));
+  select.BindBlob(1, key.AsBytes());
+  ASSIGN_OR_RETURN(const bool found, select.Step());
+  if (!found) return absl::OkStatus();
+  const PlanColumns columns = {.key = key.AsBytes(),
+                               .plan = select.Bytes(1),
+                               .measurements = select.Integer(2),
+                               .provenance = ReadProvenance(select, 3)};
+  if (Sha256(EncodeRow(columns)).AsBytes() != select.Bytes(7)) {
+    row->problem = std::string(kRowDigestProblem);
+  } else if (Sha256(select.Bytes(0)) != key) {
+    row->problem = std::string(kPreimageProblem);
+  } else {
+    *present = select.Integer(8) == 0;
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<bool>> PlanCache::ContainsPlans(
+    absl::Span<const Digest> keys) {
+  std::vector<bool> present;
+  std::vector<std::pair<Digest, std::string>> problems;
+  {
+    ASSIGN_OR_RETURN(
+        Transaction snapshot,
+        Transaction::Begin(database_.get(), Transaction::Kind::kRead));
+    for (const Digest& key : keys) {
+      Row<StoredPlan> row;
+      bool found = false;
+      RETURN_IF_ERROR(ReadPlanPresence(key, &row, &found));
+      if (!row.problem.empty()) problems.emplace_back(key, row.problem);
+      present.push_back(found);
+    }
+  }
+  for (const auto& [key, problem] : problems) QuarantinePlan(key, problem);
+  return present;
+}
+
 absl::StatusOr<std::vector<StoredPlan>> PlanCache::ListPlans() {
   ASSIGN_OR_RETURN(const std::vector<Digest> keys,
                    Keys("SELECT key FROM plan ORDER BY key"));

@@ -158,7 +158,7 @@ absl::StatusOr<std::unique_ptr<Database>> Database::Open(
   sqlite3_db_config(database->handle_, SQLITE_DBCONFIG_ENABLE_FKEY, 1, nullptr);
   RETURN_IF_ERROR(database->Execute(
       "PRAGMA cell_size_check = ON; PRAGMA temp_store = MEMORY;"
-      "PRAGMA cache_size = -16384;"));
+      "PRAGMA cache_size = -65536;"));
   if (options.access == DatabaseAccess::kReadWrite) {
     // SQLite 3.7.0 to 3.51.2 can corrupt a write-ahead log when it is reset,
     // so: a rollback journal. TRUNCATE rather than DELETE: with
@@ -172,6 +172,14 @@ absl::StatusOr<std::unique_ptr<Database>> Database::Open(
 
 Database::~Database() {
   for (const auto& [sql, statement] : prepared_) sqlite3_finalize(statement);
+  if (options_.access == DatabaseAccess::kReadWrite && handle_ != nullptr &&
+      sqlite3_total_changes64(handle_) > 0) {
+    // Removes the empty journal under the right lock, or leaves it if anybody
+    // else is writing: readers look into a journal that exists, every time.
+    sqlite3_busy_handler(handle_, nullptr, nullptr);
+    sqlite3_exec(handle_, "PRAGMA journal_mode = DELETE", nullptr, nullptr,
+                 nullptr);
+  }
   sqlite3_close(handle_);
 }
 

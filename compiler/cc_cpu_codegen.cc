@@ -199,6 +199,7 @@ bool CompileObject(const CpuCodegenInput& input,
   llvm::IntrusiveRefCntPtr<clang::DiagnosticOptions> options(
       new clang::DiagnosticOptions);
   options->ShowColors = 0;
+  options->ShowPresumedLoc = 1;  // honour #line
   auto printer = std::make_unique<clang::TextDiagnosticPrinter>(diagnostics,
                                                                 &*options);
   llvm::IntrusiveRefCntPtr<clang::DiagnosticsEngine> engine(

@@ -489,6 +489,7 @@ void CompilePool::Impl::Advance(Worker* worker, bool ready) {
     const absl::StatusOr<std::optional<Frame>> frame =
         worker->process->NextFrame();
     if (!frame.ok()) {
+      if (worker->state == State::kStarting) FailRun(frame.status());
       Reject(worker, absl::InternalError(frame.status().message()), "");
       Retire(worker);
       return;

@@ -55,10 +55,11 @@ struct CompileCallbacks {
   // Results in order of completion, as many as have come in since the last
   // call: one transaction per call is the right amount of writing. An error
   // stops the run, which returns it.
-  std::function<absl::Status(absl::Span<const CompileResult>)> on_results;
-  std::function<void(const CompileProgress&)> on_progress;
+  std::function<absl::Status(absl::Span<const CompileResult>)> on_results =
+      nullptr;
+  std::function<void(const CompileProgress&)> on_progress = nullptr;
   // Polled about ten times a second; true stops the run with Cancelled.
-  std::function<bool()> cancelled;
+  std::function<bool()> cancelled = nullptr;
 };
 
 struct PoolOptions {

@@ -43,9 +43,9 @@ class ProbeMemo {
 
 struct NvrtcProbeOptions {
   // Path of libnvrtc; empty means that it is searched for.
-  std::string library;
+  std::string library = {};
   // Searched before the folders of the system, for example $CUDA_HOME/lib64.
-  std::vector<std::string> folders;
+  std::vector<std::string> folders = {};
   // Executable whose main calls NvrtcWorkerMain when argv[1] says so.
   std::string worker = "/proc/self/exe";
 };

@@ -28,7 +28,7 @@ class WorkerCompiler {
 
 // Address space a worker may use, in bytes: a unit that makes its compiler eat
 // memory without end becomes a reject before the machine suffers.
-inline constexpr uint64_t kWorkerAddressSpaceBytes = uint64_t{6} << 30;
+inline constexpr uint64_t kWorkerAddressSpaceBytes = uint64_t{4} << 30;
 
 // Isolates this process from everything that must not change its output or
 // outlive its parent - environment, working folder, standard streams, core

@@ -22,7 +22,7 @@ namespace kiln {
 // How to start a worker. `arguments` excludes argv[0].
 struct WorkerCommand {
   std::string executable;  // absolute path, or "/proc/self/exe"
-  std::vector<std::string> arguments;
+  std::vector<std::string> arguments = {};
 };
 
 // A child process in a process group of its own, with an empty environment, one

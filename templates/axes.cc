@@ -7,6 +7,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "compiler/base/check.h"
 
 namespace kiln {
 
@@ -33,59 +34,87 @@ absl::Status CheckAssignment(const std::vector<Axis>& axes,
   return absl::OkStatus();
 }
 
-std::vector<Assignment> AllPoints(const std::vector<Axis>& axes) {
-  std::vector<Assignment> points = {{}};
-  for (const Axis& axis : axes) {
-    std::vector<Assignment> next;
-    next.reserve(points.size() * axis.values.size());
-    for (const Assignment& point : points) {
-      for (const int64_t value : axis.values) {
-        Assignment extended = point;
-        extended[axis.name] = value;
-        next.push_back(std::move(extended));
-      }
-    }
-    points = std::move(next);
+AxisPoint::AxisPoint(const std::vector<Axis>* axes,
+                     const Assignment& assignment)
+    : axes_(axes) {
+  for (const Axis& axis : *axes) values_.push_back(assignment.at(axis.name));
+}
+
+int64_t AxisPoint::at(absl::string_view axis) const {
+  for (size_t i = 0; i < axes_->size(); ++i) {
+    if ((*axes_)[i].name == axis) return values_[i];
   }
-  return points;
+  KILN_UNREACHABLE();
+}
+
+Assignment AxisPoint::ToAssignment() const {
+  Assignment assignment;
+  for (size_t i = 0; i < axes_->size(); ++i) {
+    assignment[(*axes_)[i].name] = values_[i];
+  }
+  return assignment;
 }
 
 ParamSpace OrderPoints(
     const std::vector<Axis>& axes, const std::vector<std::string>& variants,
-    const std::function<absl::Status(const Assignment&)>& constraint,
-    const std::function<double(const Assignment&)>& cost) {
+    const std::function<std::string(const AxisPoint&)>& constraint,
+    const std::function<double(const AxisPoint&)>& cost, size_t points_max) {
   struct Ranked {
     double cost = 0;
+    size_t group = 0;
     size_t turn = 0;
-    Assignment assignment;
+    AxisPoint point;
   };
 
-  ParamSpace space;
+  std::vector<bool> varies;
+  size_t total = 1;
+  size_t groups = 1;
+  for (const Axis& axis : axes) {
+    varies.push_back(std::find(variants.begin(), variants.end(), axis.name) !=
+                     variants.end());
+    total *= axis.values.size();
+    if (!varies.back()) groups *= axis.values.size();
+  }
+  std::map<std::string, size_t> rejects;
   std::vector<Ranked> legal;
-  for (Assignment& point : AllPoints(axes)) {
-    const absl::Status status = constraint(point);
-    if (status.ok()) {
-      const double predicted = cost(point);
-      legal.push_back({predicted, 0, std::move(point)});
-    } else {
-      space.rejects.push_back(
-          {std::move(point), std::string(status.message())});
+  for (size_t index = 0; index < total; ++index) {
+    std::vector<int64_t> values(axes.size());
+    size_t rest = index;
+    size_t group = 0;
+    size_t stride = 1;
+    for (size_t i = axes.size(); i-- > 0;) {
+      const size_t count = axes[i].values.size();
+      values[i] = axes[i].values[rest % count];
+      if (!varies[i]) {
+        group += stride * (rest % count);
+        stride *= count;
+      }
+      rest /= count;
     }
+    AxisPoint point(&axes, std::move(values));
+    std::string reason = constraint(point);
+    if (!reason.empty()) {
+      ++rejects[std::move(reason)];
+      continue;
+    }
+    const double predicted = cost(point);
+    legal.push_back({predicted, group, 0, std::move(point)});
   }
   std::stable_sort(
       legal.begin(), legal.end(),
       [](const Ranked& a, const Ranked& b) { return a.cost < b.cost; });
-  std::map<Assignment, size_t> members;
-  for (Ranked& ranked : legal) {
-    Assignment group = ranked.assignment;
-    for (const std::string& axis : variants) group.erase(axis);
-    ranked.turn = members[group]++;
-  }
+  std::vector<size_t> members(groups, 0);
+  for (Ranked& ranked : legal) ranked.turn = members[ranked.group]++;
   std::stable_sort(
       legal.begin(), legal.end(),
       [](const Ranked& a, const Ranked& b) { return a.turn < b.turn; });
-  for (Ranked& ranked : legal) {
-    space.points.push_back(std::move(ranked.assignment));
+  ParamSpace space;
+  space.legal = legal.size();
+  for (size_t i = 0; i < std::min(points_max, legal.size()); ++i) {
+    space.points.push_back(legal[i].point.ToAssignment());
+  }
+  for (const auto& [reason, count] : rejects) {
+    space.rejects.push_back({reason, count});
   }
   return space;
 }

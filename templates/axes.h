@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -26,18 +27,38 @@ struct Axis {
 absl::Status CheckAssignment(const std::vector<Axis>& axes,
                              const Assignment& assignment);
 
-// Every point of the cross product.
-std::vector<Assignment> AllPoints(const std::vector<Axis>& axes);
+// One point of a cross product, light enough to make thousands of: borrows the
+// axes.
+class AxisPoint {
+ public:
+  AxisPoint(const std::vector<Axis>* axes, std::vector<int64_t> values)
+      : axes_(axes), values_(std::move(values)) {}
 
-// Splits all points into legal and rejected by `constraint` (OK or the reason)
-// and orders the legal ones: points that differ only in the axes named by
-// `variants` form a group; the cheapest member of each group comes first, by
-// cost, then every group's second member, and so on. A short prefix is thus
-// diverse. Ties keep the order of the cross product.
+  // Reads an assignment that CheckAssignment accepted.
+  AxisPoint(const std::vector<Axis>* axes, const Assignment& assignment);
+
+  // The value of an axis; aborts on a name that is no axis.
+  int64_t at(absl::string_view axis) const;
+
+  const std::vector<int64_t>& values() const { return values_; }
+
+  Assignment ToAssignment() const;
+
+ private:
+  const std::vector<Axis>* axes_;
+  std::vector<int64_t> values_;  // in the order of the axes
+};
+
+// Splits the cross product into legal and rejected points by `constraint`
+// (empty, or the reason) and orders the legal ones: points that differ only in
+// the axes named by `variants` form a group; the cheapest member of each group
+// comes first, by cost, then every group's second member, and so on. A short
+// prefix is thus diverse. Ties keep the order of the cross product, whose last
+// axis varies fastest.
 ParamSpace OrderPoints(
     const std::vector<Axis>& axes, const std::vector<std::string>& variants,
-    const std::function<absl::Status(const Assignment&)>& constraint,
-    const std::function<double(const Assignment&)>& cost);
+    const std::function<std::string(const AxisPoint&)>& constraint,
+    const std::function<double(const AxisPoint&)>& cost, size_t points_max);
 
 // "#define KILN_TOKENS_TILE 8" for each named axis.
 std::string AxisPrelude(const Assignment& assignment,

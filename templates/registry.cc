@@ -53,4 +53,13 @@ const std::vector<std::pair<std::string, std::string>>& DeviceHeaders() {
   return *headers;
 }
 
+Digest TemplateSourcesDigest(const std::vector<std::string>& files) {
+  CanonicalEncoder encoder("kiln.template/1");
+  for (const auto& [name, text] : DeviceHeaders()) encoder.Text(name, text);
+  for (const std::string& file : files) {
+    encoder.Text(file, TemplateText(file));
+  }
+  return encoder.digest();
+}
+
 }  // namespace kiln

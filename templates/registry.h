@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "compiler/base/digest.h"
 #include "compiler/spec/kernel_template.h"
 
 namespace kiln {
@@ -28,6 +29,9 @@ const std::string& TemplateText(absl::string_view name);
 
 // Every device header as (virtual name, text), sorted by name.
 const std::vector<std::pair<std::string, std::string>>& DeviceHeaders();
+
+// Digest over all device headers and the named files under templates/.
+Digest TemplateSourcesDigest(const std::vector<std::string>& files);
 
 }  // namespace kiln
 

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
+#include "cache/sqlite_db.h"
 #include "tools/cli.h"
 #include "tuner/device.h"
 

@@ -113,9 +113,9 @@ absl::StatusOr<int> RunPrewarm(const GlobalOptions& global,
   if (!command.stop_after.empty()) {
     options.stop_after = ParseStage(command.stop_after);
     if (!options.stop_after.has_value()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--stop-after is \"", command.stop_after,
-                       "\", must be resolve, lookup, compile or race"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "--stop-after is \"", command.stop_after,
+          "\", must be resolve, lookup, enumerate, compile or race"));
     }
   }
   ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
@@ -133,8 +133,11 @@ absl::StatusOr<int> RunPrewarm(const GlobalOptions& global,
   } else {
     PrintTable(report);
   }
-  if (report.complete || report.stopped_after.has_value()) return kExitDone;
-  return kExitIncomplete;
+  if (report.stopped_after.has_value()) return kExitDone;
+  // Predicted plans are what --compile-only asked for; otherwise they mean that
+  // no winner was verified.
+  const bool verified = report.predicted == 0 || options.compile_only;
+  return report.complete && verified ? kExitDone : kExitIncomplete;
 }
 
 }  // namespace kiln

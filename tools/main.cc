@@ -92,7 +92,7 @@ int Run(int argc, char** argv) {
       ->type_name("SECONDS")
       ->check(CLI::PositiveNumber);
   verb->add_option("--stop-after", prewarm.stop_after,
-                   "resolve, lookup, compile or race")
+                   "resolve, lookup, enumerate, compile or race")
       ->type_name("STAGE");
   verb->callback([&] { chosen = [&] { return RunPrewarm(global, prewarm); }; });
 
@@ -150,7 +150,12 @@ int Run(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     // --help and --version arrive here too, with code 0.
-    return app.exit(error) == 0 ? kiln::kExitDone : kiln::kExitUsage;
+    if (error.get_exit_code() == 0) {
+      app.exit(error);
+      return kiln::kExitDone;
+    }
+    std::fprintf(stderr, "kiln: %s; see kiln --help\n", error.what());
+    return kiln::kExitUsage;
   }
   const absl::StatusOr<int> result = chosen();
   if (result.ok()) return *result;

@@ -18,8 +18,8 @@ namespace {
 std::string IntervalName(const ResolvedInterval& resolved,
                          const Target& target) {
   return absl::StrCat(absl::StrJoin(resolved.names, ","), " m ",
-                      resolved.plan.interval.m_min, "..",
-                      resolved.plan.interval.m_max, " on ", target.ToString());
+                      resolved.interval.m_min, "..", resolved.interval.m_max,
+                      " on ", target.ToString());
 }
 
 // The stored plan of an interval. On a machine without the device, a plan that
@@ -27,7 +27,7 @@ std::string IntervalName(const ResolvedInterval& resolved,
 absl::StatusOr<Plan> StoredPlanOf(const ResolvedInterval& resolved,
                                   const Target& target, PlanCache* cache) {
   ASSIGN_OR_RETURN(const std::optional<StoredPlan> stored,
-                   cache->FindPlan(resolved.plan.key.digest));
+                   cache->FindPlan(resolved.key.digest));
   if (!stored.has_value()) {
     return absl::NotFoundError(absl::StrCat(
         "no plan for ", IntervalName(resolved, target), " in ",
@@ -50,8 +50,8 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
                      ResolveTarget(target, options, cache));
     contexts.push_back(std::move(context));
   }
-  ASSIGN_OR_RETURN(const std::vector<ResolvedInterval> intervals,
-                   ResolveIntervals(requests, contexts, options));
+  const std::vector<ResolvedInterval> intervals =
+      ResolveIntervals(requests, contexts, options);
 
   FreezeResult result;
   std::vector<BundleSection> sections(contexts.size());

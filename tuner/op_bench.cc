@@ -12,7 +12,6 @@ namespace {
 
 constexpr uint64_t kZoneBytes = 4096;
 constexpr uint8_t kZoneByte = 0xA5;
-constexpr uint8_t kPoisonByte = 0xFF;
 constexpr uint64_t kCheckChunkBytes = 16u << 20;
 
 uint64_t AlignUp(uint64_t value) {
@@ -43,6 +42,20 @@ absl::Status Compare(Device* device, const DeviceBuffer& buffer,
   return absl::OkStatus();
 }
 
+// Uploads `expected` again where the device's bytes differ, and says so in
+// `finding` unless that already says something.
+absl::Status Restore(Device* device, const DeviceBuffer& buffer,
+                     absl::string_view expected, absl::string_view name,
+                     std::string* finding) {
+  const absl::Status status = Compare(device, buffer, expected, name);
+  if (status.ok()) return absl::OkStatus();
+  // The device may have failed instead; the copy then fails too.
+  RETURN_IF_ERROR(
+      device->CopyIn(buffer.data(), expected.data(), expected.size()));
+  if (finding->empty()) *finding = std::string(status.message());
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<GuardedBuffer> GuardedBuffer::Allocate(Device* device,
@@ -60,10 +73,10 @@ void* GuardedBuffer::data() const {
   return static_cast<char*>(memory_.data()) + kZoneBytes;
 }
 
-absl::Status GuardedBuffer::Poison() {
+absl::Status GuardedBuffer::Poison(uint8_t value) {
   if (memory_.data() == nullptr) return absl::OkStatus();
   RETURN_IF_ERROR(device_->Fill(memory_.data(), kZoneByte, memory_.bytes()));
-  return device_->Fill(data(), kPoisonByte, bytes_);
+  return device_->Fill(data(), value, bytes_);
 }
 
 absl::StatusOr<std::string> GuardedBuffer::FindDamage() const {
@@ -119,7 +132,16 @@ absl::Status OpBench::Reserve(uint32_t tokens, uint64_t arena_bytes) {
 
 absl::StatusOr<size_t> OpBench::AddInputs(Routing routing, uint32_t draw,
                                           uint32_t tokens) {
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    const Inputs& set = inputs_[i];
+    if (set.routing == routing && set.draw == draw && set.tokens == tokens) {
+      return i;
+    }
+  }
   Inputs inputs;
+  inputs.routing = routing;
+  inputs.draw = draw;
+  inputs.tokens = tokens;
   inputs.host = workload_.MakeTokens(routing, draw, tokens);
   ASSIGN_OR_RETURN(inputs.x, Upload(device_, inputs.host.x));
   ASSIGN_OR_RETURN(inputs.topk_ids, Upload(device_, inputs.host.topk_ids));
@@ -134,6 +156,9 @@ void OpBench::ClearInputs() { inputs_.clear(); }
 absl::Status OpBench::RewriteInputs(size_t inputs, Routing routing,
                                     uint32_t draw, uint32_t tokens) {
   Inputs& set = inputs_.at(inputs);
+  set.routing = routing;
+  set.draw = draw;
+  set.tokens = tokens;
   set.host = workload_.MakeTokens(routing, draw, tokens);
   for (const auto& [buffer, bytes] :
        {std::pair{&set.x, &set.host.x},
@@ -186,6 +211,32 @@ absl::Status OpBench::CheckInputs() const {
                             inputs.host.topk_weights, "topk_weights"));
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> OpBench::RestoreTokens() {
+  std::string finding;
+  for (const Inputs& inputs : inputs_) {
+    RETURN_IF_ERROR(
+        Restore(device_, inputs.x, inputs.host.x, "x", &finding));
+    RETURN_IF_ERROR(Restore(device_, inputs.topk_ids, inputs.host.topk_ids,
+                            "topk_ids", &finding));
+    RETURN_IF_ERROR(Restore(device_, inputs.topk_weights,
+                            inputs.host.topk_weights, "topk_weights",
+                            &finding));
+  }
+  return finding;
+}
+
+absl::StatusOr<std::string> OpBench::RestoreConstants() {
+  std::string finding;
+  const std::vector<ParamDecl> params = FusedMoeParams(geometry());
+  for (uint32_t slot = 0; slot < kFusedMoeParamCount; ++slot) {
+    RETURN_IF_ERROR(
+        Restore(device_, constants_[slot],
+                workload_.Constant(static_cast<FusedMoeParam>(slot)),
+                params[slot].name, &finding));
+  }
+  return finding;
 }
 
 }  // namespace kiln

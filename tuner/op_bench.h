@@ -26,9 +26,9 @@ class GuardedBuffer {
 
   uint64_t bytes() const { return bytes_; }
 
-  // Fills the payload with 0xFF (NaN as f32, f16 and bf16) and renews the
-  // zones.
-  absl::Status Poison();
+  // Fills the payload with `value` (0xFF: NaN as f32, f16 and bf16) and renews
+  // the zones.
+  absl::Status Poison(uint8_t value = 0xFF);
   // Side and distance of a write into a zone, for people; empty when both
   // zones are intact. The status is the device's.
   absl::StatusOr<std::string> FindDamage() const;
@@ -56,7 +56,8 @@ class OpBench {
   absl::Status Reserve(uint32_t tokens, uint64_t arena_bytes);
 
   // Uploads tokens 0..tokens-1 of a draw and returns the number of the input
-  // set. Sets live until ClearInputs.
+  // set; a set with the same tokens that is already there is returned instead.
+  // Sets live until ClearInputs.
   absl::StatusOr<size_t> AddInputs(Routing routing, uint32_t draw,
                                    uint32_t tokens);
   void ClearInputs();
@@ -80,8 +81,18 @@ class OpBench {
   // read-only buffer. Reads all weights back.
   absl::Status CheckInputs() const;
 
+  // The same as a finding: the first damaged slot in words, or empty when all
+  // are intact. Damaged slots are uploaded again, so that the next candidate
+  // starts from whole inputs. Tokens: all input sets. Constants: weights and
+  // scales.
+  absl::StatusOr<std::string> RestoreTokens();
+  absl::StatusOr<std::string> RestoreConstants();
+
  private:
   struct Inputs {
+    Routing routing = Routing::kUniform;
+    uint32_t draw = 0;
+    uint32_t tokens = 0;
     FusedMoeWorkload::Tokens host;
     DeviceBuffer x;
     DeviceBuffer topk_ids;

@@ -1,6 +1,6 @@
 #include "tuner/planner.h"
 
-#include <set>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -22,11 +22,19 @@ int DefaultCandidatesMax(Backend backend) {
 
 Planner::Planner(const RequestGeometry& geometry, const DeviceProfile& device,
                  const Toolchain& toolchain, int candidates_max)
-    : geometry_(geometry),
-      device_(device),
-      toolchain_(toolchain),
-      candidates_max_(static_cast<size_t>(candidates_max)) {
+    : geometry_(geometry), device_(device) {
   KILN_CHECK(candidates_max >= 1);
+  space_.toolchain = toolchain;
+  space_.candidates_max = candidates_max;
+  for (const KernelTemplate* from :
+       TemplatesFor(geometry.op, device.target.backend)) {
+    space_.templates.push_back(
+        {std::string(from->name()), from->version(), from->sources()});
+  }
+}
+
+PlanKey Planner::KeyOf(const Interval& interval) const {
+  return MakePlanKey(geometry_, interval, device_, space_);
 }
 
 const std::vector<ProgramKey>& Planner::ProgramsOf(
@@ -37,7 +45,8 @@ const std::vector<ProgramKey>& Planner::ProgramsOf(
   if (inserted) {
     for (const SourceUnit& unit :
          from.MakeUnits(geometry_, device_.target, assignment)) {
-      it->second.push_back(MakeProgramKey(unit, device_.target, toolchain_));
+      it->second.push_back(
+          MakeProgramKey(unit, device_.target, space_.toolchain));
     }
   }
   return it->second;
@@ -55,22 +64,12 @@ absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
       unsupported.emplace_back(supports.message());
       continue;
     }
-    const ParamSpace space = from->Enumerate(problem);
-    for (const RejectedPoint& point : space.rejects) {
-      plan.rejects.push_back(
-          {absl::StrCat(from->name(), "{", AssignmentText(point.assignment),
-                        "}"),
-           point.reason});
-    }
-    for (size_t rank = 0; rank < space.points.size(); ++rank) {
-      const Assignment& assignment = space.points[rank];
-      if (rank >= candidates_max_) {
-        plan.pruned.push_back(
-            {absl::StrCat(from->name(), "{", AssignmentText(assignment), "}"),
-             absl::StrCat("predicted rank ", rank + 1, " of ",
-                          space.points.size(), ", limit ", candidates_max_)});
-        continue;
-      }
+    const ParamSpace space =
+        from->Enumerate(problem, static_cast<size_t>(space_.candidates_max));
+    plan.rejects.insert(plan.rejects.end(), space.rejects.begin(),
+                        space.rejects.end());
+    plan.left_out += space.legal - space.points.size();
+    for (const Assignment& assignment : space.points) {
       PlannedCandidate candidate;
       candidate.kernel_template = from;
       ASSIGN_OR_RETURN(candidate.body, from->MakeBody(problem, assignment));
@@ -90,21 +89,15 @@ absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
           device_.target.ToString(), unsupported.empty() ? "" : ": ",
           absl::StrJoin(unsupported, "; ")));
     }
-    std::set<std::string> reasons;
-    for (const PlannedReject& reject : plan.rejects) {
-      if (reasons.size() < 5) reasons.insert(reject.reason);
+    std::vector<std::string> reasons;
+    for (const RejectedPoints& reject : plan.rejects) {
+      if (reasons.size() < 5) reasons.push_back(reject.reason);
     }
     return absl::FailedPreconditionError(absl::StrCat(
         "no candidate is legal for ", geometry_.ToString(), " m ",
         interval.m_min, "..", interval.m_max, " on ", device_.target.ToString(),
         ": ", absl::StrJoin(reasons, "; ")));
   }
-  std::vector<Digest> candidates;
-  for (const PlannedCandidate& candidate : plan.candidates) {
-    candidates.push_back(candidate.digest);
-  }
-  plan.key = MakePlanKey(geometry_, interval, device_,
-                         CandidateSpaceDigest(std::move(candidates)));
   return plan;
 }
 

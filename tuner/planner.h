@@ -26,20 +26,14 @@ struct PlannedCandidate {
   Digest digest;                     // CandidateDigest
 };
 
-// A point that was not taken, for people.
-struct PlannedReject {
-  std::string label;  // "fused_moe.cuda{...}"
-  std::string reason;
-};
-
 struct IntervalPlan {
   Interval interval;
   // In order of predicted cost; the first is the default.
   std::vector<PlannedCandidate> candidates;
-  std::vector<PlannedReject> rejects;  // break a rule of their template
-  // Legal points beyond the limit, by predicted rank.
-  std::vector<PlannedReject> pruned;
-  PlanKey key;
+  // Points that break a rule of their template, and legal points that were left
+  // out because more than the limit were predicted to be faster.
+  std::vector<RejectedPoints> rejects;
+  size_t left_out = 0;
 };
 
 // Candidates per interval unless the caller says otherwise.
@@ -53,8 +47,13 @@ class Planner {
   Planner(const RequestGeometry& geometry, const DeviceProfile& device,
           const Toolchain& toolchain, int candidates_max);
 
-  // Errors: Unimplemented when no template serves the geometry on the target;
-  // FailedPrecondition when every point breaks a rule, with the rules.
+  // Key of the interval's plan. Needs no enumeration, so that a stored plan is
+  // found without planning.
+  PlanKey KeyOf(const Interval& interval) const;
+
+  // The candidates.
+  //   Errors: Unimplemented when no template serves the geometry on the target;
+  //   FailedPrecondition when every point breaks a rule, with the rules.
   absl::StatusOr<IntervalPlan> Plan(const Interval& interval);
 
  private:
@@ -63,8 +62,7 @@ class Planner {
 
   RequestGeometry geometry_;
   DeviceProfile device_;
-  Toolchain toolchain_;
-  size_t candidates_max_;
+  CandidateSpace space_;
   std::map<std::pair<std::string, Assignment>, std::vector<ProgramKey>>
       programs_;
 };

@@ -82,6 +82,8 @@ class Session {
     if (StopAfter(Stage::kResolve)) return finish();
     RETURN_IF_ERROR(LookUp());
     if (StopAfter(Stage::kLookUp)) return finish();
+    RETURN_IF_ERROR(Enumerate());
+    if (StopAfter(Stage::kEnumerate)) return finish();
     RETURN_IF_ERROR(Compile());
     if (StopAfter(Stage::kCompile)) return finish();
     RETURN_IF_ERROR(Race());
@@ -104,22 +106,15 @@ class Session {
                        ResolveTarget(target, options_, &cache_));
       contexts_.push_back(std::move(context));
     }
-    ASSIGN_OR_RETURN(intervals_,
-                     ResolveIntervals(requests, contexts_, options_));
-    std::set<Digest> distinct;
+    intervals_ = ResolveIntervals(requests, contexts_, options_);
     for (const ResolvedInterval& resolved : intervals_) {
       IntervalReport row;
       row.target = contexts_[resolved.context].target;
       row.names = resolved.names;
       row.geometry = resolved.geometry;
-      row.interval = resolved.plan.interval;
-      row.candidates = resolved.plan.candidates.size();
-      for (const PlannedCandidate& candidate : resolved.plan.candidates) {
-        distinct.insert(candidate.digest);
-      }
+      row.interval = resolved.interval;
       report_.intervals.push_back(std::move(row));
     }
-    report_.candidates = distinct.size();
     return absl::OkStatus();
   }
 
@@ -144,7 +139,7 @@ class Session {
     const StageTimer timer(Stage::kLookUp, &report_);
     std::vector<Digest> keys;
     for (const ResolvedInterval& resolved : intervals_) {
-      keys.push_back(resolved.plan.key.digest);
+      keys.push_back(resolved.key.digest);
     }
     ASSIGN_OR_RETURN(const std::vector<std::optional<StoredPlan>> stored,
                      cache_.FindPlans(keys));
@@ -159,12 +154,29 @@ class Session {
         missing_.push_back(i);
         continue;
       }
-      report_.intervals[i].plan = stored[i]->plan;
-      report_.intervals[i].reused = true;
+      IntervalReport& row = report_.intervals[i];
+      row.plan = stored[i]->plan;
+      row.candidates = stored[i]->plan.evidence.candidates;
+      row.reused = true;
     }
     TakeWarnings();
     progress_.Update(Stage::kLookUp, keys.size() - missing_.size(), keys.size(),
                      "answered by the cache");
+    return absl::OkStatus();
+  }
+
+  absl::Status Enumerate() {
+    const StageTimer timer(Stage::kEnumerate, &report_);
+    std::set<Digest> distinct;
+    for (const size_t index : missing_) {
+      ASSIGN_OR_RETURN(plans_[index], intervals_[index].planner->Plan(
+                                          intervals_[index].interval));
+      report_.intervals[index].candidates = plans_[index].candidates.size();
+      for (const PlannedCandidate& candidate : plans_[index].candidates) {
+        distinct.insert(candidate.digest);
+      }
+    }
+    report_.candidates = distinct.size();
     return absl::OkStatus();
   }
 
@@ -181,13 +193,13 @@ class Session {
     std::set<Digest> seen;
     size_t longest = 0;
     for (const size_t index : missing_) {
-      longest = std::max(longest, intervals_[index].plan.candidates.size());
+      longest = std::max(longest, plans_.at(index).candidates.size());
     }
     for (size_t rank = 0; rank < longest; ++rank) {
       for (const size_t index : missing_) {
-        const ResolvedInterval& resolved = intervals_[index];
-        if (rank >= resolved.plan.candidates.size()) continue;
-        RETURN_IF_ERROR(AddPending(resolved, resolved.plan.candidates[rank],
+        const IntervalPlan& plan = plans_.at(index);
+        if (rank >= plan.candidates.size()) continue;
+        RETURN_IF_ERROR(AddPending(intervals_[index], plan.candidates[rank],
                                    &seen, &pending));
       }
     }
@@ -274,14 +286,16 @@ class Session {
         programs.push_back(*std::move(made));
         continue;
       }
-      const bool again = absl::IsUnavailable(made.status());
+      const bool again = absl::IsUnavailable(made.status()) ||
+                         absl::IsDeadlineExceeded(made.status());
       rejected_programs_[program.key.digest] =
           std::string(made.status().message());
       ++report_.rejects;
       progress_.Note(absl::StrCat("rejected ", program.job.unit.name, " for ",
                                   program.job.target.ToString(), ": ",
                                   made.status().message()));
-      // What an outsider killed says nothing about the source.
+      // What an outsider killed says nothing about the source, and what took
+      // too long may finish within the next run's deadline.
       if (again) continue;
       Reject reject;
       reject.key = program.key.digest;
@@ -368,7 +382,7 @@ class Session {
                        const std::string& detail) const {
     return absl::StrCat(contexts_[resolved.context].target.ToString(), " ",
                         absl::StrJoin(resolved.names, ","),
-                        " m<=", resolved.plan.interval.m_max,
+                        " m<=", resolved.interval.m_max,
                         detail.empty() ? "" : " ", detail);
   }
 
@@ -377,13 +391,13 @@ class Session {
     Plan plan;
     plan.geometry = resolved.geometry;
     plan.target = contexts_[resolved.context].target;
-    plan.interval = resolved.plan.interval;
+    plan.interval = resolved.interval;
     plan.body = winner.body;
     for (const auto& program : winner.programs) {
       plan.programs.push_back(program->key.digest);
     }
     plan.evidence.candidates =
-        static_cast<uint32_t>(resolved.plan.candidates.size());
+        static_cast<uint32_t>(plans_.at(index).candidates.size());
     return plan;
   }
 
@@ -393,8 +407,7 @@ class Session {
     IntervalReport& row = report_.intervals[index];
     std::optional<Contender> first;
     std::vector<Measurement> evidence;
-    for (const PlannedCandidate& candidate :
-         intervals_[index].plan.candidates) {
+    for (const PlannedCandidate& candidate : plans_.at(index).candidates) {
       absl::StatusOr<Contender> contender = MakeContender(candidate);
       if (!contender.ok()) {
         if (!absl::IsNotFound(contender.status())) return contender.status();
@@ -408,7 +421,7 @@ class Session {
     row.problem.clear();
     Plan plan = MakePlan(index, *first);
     plan.evidence.state = PlanState::kPredicted;
-    RETURN_IF_ERROR(cache_.PutPlan(intervals_[index].plan.key, plan, evidence));
+    RETURN_IF_ERROR(cache_.PutPlan(intervals_[index].key, plan, evidence));
     row.plan = std::move(plan);
     return absl::OkStatus();
   }
@@ -418,7 +431,7 @@ class Session {
     IntervalReport& row = report_.intervals[index];
     std::vector<Contender> contenders;
     std::vector<Measurement> evidence;
-    for (const PlannedCandidate& candidate : resolved.plan.candidates) {
+    for (const PlannedCandidate& candidate : plans_.at(index).candidates) {
       ASSIGN_OR_RETURN(const std::optional<Reject> known,
                        cache_.FindReject(candidate.digest));
       absl::StatusOr<Contender> contender =
@@ -447,7 +460,7 @@ class Session {
     };
     race.about_to_run = [&](size_t contender) { running = contender; };
     absl::StatusOr<RaceResult> result =
-        kiln::Race(bench, resolved.plan.interval, contenders, race);
+        kiln::Race(bench, resolved.interval, contenders, race);
     if (!result.ok()) {
       return Quarantine(contenders[running], result.status());
     }
@@ -551,7 +564,7 @@ class Session {
     proof.worst_error = result.timings[*winner].worst_error;
     proof.samples =
         static_cast<uint32_t>(result.timings[*winner].samples.size());
-    RETURN_IF_ERROR(cache_.PutPlan(intervals_[index].plan.key, plan, evidence));
+    RETURN_IF_ERROR(cache_.PutPlan(intervals_[index].key, plan, evidence));
     row.plan = std::move(plan);
     return absl::OkStatus();
   }
@@ -575,7 +588,8 @@ class Session {
   PrewarmReport report_;
   std::vector<TargetContext> contexts_;
   std::vector<ResolvedInterval> intervals_;
-  std::vector<size_t> missing_;  // indices of intervals_
+  std::vector<size_t> missing_;           // indices of intervals_
+  std::map<size_t, IntervalPlan> plans_;  // of the missing ones
   std::map<Digest, std::string> rejected_programs_;
   std::map<Digest, std::shared_ptr<const Program>> programs_;
 };
@@ -607,6 +621,8 @@ absl::string_view StageName(Stage stage) {
       return "resolve";
     case Stage::kLookUp:
       return "lookup";
+    case Stage::kEnumerate:
+      return "enumerate";
     case Stage::kCompile:
       return "compile";
     case Stage::kRace:
@@ -616,8 +632,8 @@ absl::string_view StageName(Stage stage) {
 }
 
 std::optional<Stage> ParseStage(absl::string_view name) {
-  for (const Stage stage :
-       {Stage::kResolve, Stage::kLookUp, Stage::kCompile, Stage::kRace}) {
+  for (const Stage stage : {Stage::kResolve, Stage::kLookUp, Stage::kEnumerate,
+                            Stage::kCompile, Stage::kRace}) {
     if (StageName(stage) == name) return stage;
   }
   return std::nullopt;
@@ -655,11 +671,22 @@ absl::StatusOr<TargetContext> ResolveTarget(const Target& target,
     if (profile.ok()) context.profile = *std::move(profile);
   }
   CacheProbeMemo memo(cache);
-  ASSIGN_OR_RETURN(context.setup, options.toolchain(target.backend, &memo));
+  absl::StatusOr<CompilerSetup> setup =
+      options.toolchain(target.backend, &memo);
+  if (!setup.ok()) {
+    // Not NotFound: that means a plan which is not stored.
+    const std::string message =
+        absl::StrCat("no compiler for ", target.ToString(), ": ",
+                     setup.status().message(), "; kiln doctor shows more");
+    return absl::IsNotFound(setup.status())
+               ? absl::UnavailableError(message)
+               : absl::Status(setup.status().code(), message);
+  }
+  context.setup = *std::move(setup);
   return context;
 }
 
-absl::StatusOr<std::vector<ResolvedInterval>> ResolveIntervals(
+std::vector<ResolvedInterval> ResolveIntervals(
     const std::vector<PlannedRequest>& requests,
     const std::vector<TargetContext>& contexts, const PrewarmOptions& options) {
   std::vector<ResolvedInterval> resolved;
@@ -670,12 +697,12 @@ absl::StatusOr<std::vector<ResolvedInterval>> ResolveIntervals(
             ? options.candidates_max
             : DefaultCandidatesMax(context.target.backend);
     for (const PlannedRequest& request : requests) {
-      Planner planner(request.geometry, context.profile,
-                      context.setup.toolchain, candidates_max);
+      const auto planner =
+          std::make_shared<Planner>(request.geometry, context.profile,
+                                    context.setup.toolchain, candidates_max);
       for (const Interval& interval : request.intervals) {
-        ASSIGN_OR_RETURN(IntervalPlan plan, planner.Plan(interval));
-        resolved.push_back(
-            {index, request.names, request.geometry, std::move(plan)});
+        resolved.push_back({index, request.names, request.geometry, interval,
+                            planner->KeyOf(interval), planner});
       }
     }
   }

@@ -1,7 +1,8 @@
 // Prewarm, the whole flow on one page:
 //
-//   Resolve   manifest × target -> intervals with candidates and keys
+//   Resolve   manifest × target -> intervals with their keys
 //   LookUp    which intervals the cache answers already
+//   Enumerate candidates of the others
 //   Compile   missing programs, in worker processes; inspected, then stored
 //   Race      verify against the oracle, time, select; stored per interval
 //
@@ -32,9 +33,9 @@
 namespace kiln {
 
 // Where a run may stop; the stages before it are complete.
-enum class Stage { kResolve, kLookUp, kCompile, kRace };
+enum class Stage { kResolve, kLookUp, kEnumerate, kCompile, kRace };
 
-// "resolve", "lookup", "compile", "race".
+// "resolve", "lookup", "enumerate", "compile", "race".
 absl::string_view StageName(Stage stage);
 std::optional<Stage> ParseStage(absl::string_view name);
 
@@ -118,16 +119,20 @@ absl::StatusOr<TargetContext> ResolveTarget(const Target& target,
                                             const PrewarmOptions& options,
                                             PlanCache* cache);
 
-// One interval with everything that identifies it.
+// One interval with what identifies it.
 struct ResolvedInterval {
   size_t context = 0;  // index into the contexts
   std::vector<std::string> names;
   RequestGeometry geometry;
-  IntervalPlan plan;
+  Interval interval;
+  PlanKey key;
+  // Of the geometry on the context's device; shared by its intervals.
+  std::shared_ptr<Planner> planner;
 };
 
 // Intervals of all requests on all contexts: by context, geometry, interval.
-absl::StatusOr<std::vector<ResolvedInterval>> ResolveIntervals(
+// Enumerates nothing.
+std::vector<ResolvedInterval> ResolveIntervals(
     const std::vector<PlannedRequest>& requests,
     const std::vector<TargetContext>& contexts, const PrewarmOptions& options);
 

@@ -77,8 +77,9 @@ class RaceRunner {
     for (const Contender& contender : contenders_) {
       arena_bytes = std::max(arena_bytes, contender.body.arena.bytes);
     }
-    RETURN_IF_ERROR(bench_->Reserve(interval_.m_max, arena_bytes));
     RETURN_IF_ERROR(VerifyAll());
+    bench_->ClearInputs();
+    RETURN_IF_ERROR(bench_->Reserve(interval_.m_max, arena_bytes));
     RETURN_IF_ERROR(TimeAll());
     RETURN_IF_ERROR(bench_->CheckInputs());
     bench_->ClearInputs();
@@ -111,6 +112,10 @@ class RaceRunner {
         timing.reason = std::string(loaded.status().message());
         continue;
       }
+      // Exactly what the candidate declares, so that a write past its own arena
+      // hits the zone and not the room of a larger one.
+      RETURN_IF_ERROR(
+          bench_->Reserve(interval_.m_max, contender.body.arena.bytes));
       Report(absl::StrCat("verify ", i + 1, "/", contenders_.size(), " ",
                           contender.body.Label()));
       const absl::StatusOr<VerifyResult> verified = Verify(

@@ -13,8 +13,9 @@ namespace kiln {
 namespace {
 
 constexpr uint32_t kRowsMax = 8;
-// Rows read behind the last one, to see that they were left alone.
-constexpr uint32_t kRowsBehind = 2;
+// Contents of the arena before a first and a repeated run.
+constexpr uint8_t kArenaFirst = 0xFF;
+constexpr uint8_t kArenaRepeat = 0x00;
 
 bool IsPoison(float value) {
   uint32_t bits = 0;
@@ -54,10 +55,10 @@ absl::Status CheckZones(OpBench* bench, const VerifyCase& test,
 
 absl::StatusOr<std::vector<float>> LaunchOnce(
     OpBench* bench, const LoadedPlan& plan, const VerifyCase& test,
-    const std::vector<uint64_t>& params, double tolerance, int threads,
-    VerifyResult* result) {
+    const std::vector<uint64_t>& params, uint8_t arena, double tolerance,
+    int threads, VerifyResult* result) {
   RETURN_IF_ERROR(bench->output().Poison());
-  RETURN_IF_ERROR(bench->arena().Poison());
+  RETURN_IF_ERROR(bench->arena().Poison(arena));
   RETURN_IF_ERROR(plan.Launch(test.m, params, bench->arena().data(),
                               bench->arena().bytes()));
   RETURN_IF_ERROR(bench->device()->Synchronize());
@@ -71,15 +72,17 @@ absl::Status RunCase(OpBench* bench, const LoadedPlan& plan,
   ASSIGN_OR_RETURN(const size_t inputs,
                    bench->AddInputs(test.routing, test.draw, test.m));
   const std::vector<uint64_t> params = bench->Params(inputs);
-  ASSIGN_OR_RETURN(
-      const std::vector<float> first,
-      LaunchOnce(bench, plan, test, params, body.tolerance, threads, result));
+  ASSIGN_OR_RETURN(const std::vector<float> first,
+                   LaunchOnce(bench, plan, test, params, kArenaFirst,
+                              body.tolerance, threads, result));
+  ASSIGN_OR_RETURN(const std::string damage, bench->RestoreTokens());
+  if (!damage.empty()) Fail(test, damage, result);
   if (!result->passed || !test.repeat || !body.deterministic) {
     return absl::OkStatus();
   }
-  ASSIGN_OR_RETURN(
-      const std::vector<float> second,
-      LaunchOnce(bench, plan, test, params, body.tolerance, threads, result));
+  ASSIGN_OR_RETURN(const std::vector<float> second,
+                   LaunchOnce(bench, plan, test, params, kArenaRepeat,
+                              body.tolerance, threads, result));
   if (std::memcmp(first.data(), second.data(), first.size() * sizeof(float)) !=
       0) {
     Fail(test,
@@ -131,14 +134,14 @@ std::vector<VerifyCase> VerifyCases(const Interval& interval) {
     cases.push_back(test);
     ++draw;
   }
-  // The capacity itself with both kinds of routes, one of them repeated.
+  // The capacity itself with both kinds of routes, repeated.
   VerifyCase last = cases.back();
   last.routing =
       last.routing == Routing::kUniform ? Routing::kRagged : Routing::kUniform;
   last.draw = draw;
   cases.push_back(last);
   for (VerifyCase& test : cases) {
-    test.repeat = test.m == high && test.routing == Routing::kUniform;
+    test.repeat = test.m == high;
   }
   return cases;
 }
@@ -151,18 +154,20 @@ absl::StatusOr<std::vector<float>> CheckOutput(OpBench* bench,
   RETURN_IF_ERROR(CheckZones(bench, test, result));
   const auto capacity =
       static_cast<uint32_t>(bench->output().bytes() / sizeof(float) / width);
-  ASSIGN_OR_RETURN(std::vector<float> values,
-                   bench->ReadOutput(std::min(test.m + kRowsBehind, capacity)));
+  ASSIGN_OR_RETURN(std::vector<float> values, bench->ReadOutput(capacity));
   for (size_t i = 0; i < values.size(); ++i) {
     const size_t row = i / width;
     const bool live = row < test.m;
-    if (live != IsPoison(values[i])) continue;
+    if (live ? std::isfinite(values[i]) : IsPoison(values[i])) continue;
     Fail(test,
-         live ? absl::StrFormat("row %d, column %d was not written", row,
-                                i % width)
-              : absl::StrFormat("row %d, column %d was written, but lies "
-                                "behind the last row",
-                                row, i % width),
+         !live ? absl::StrFormat("row %d, column %d was written, but lies "
+                                 "behind the last row",
+                                 row, i % width)
+         : IsPoison(values[i])
+             ? absl::StrFormat("row %d, column %d was not written", row,
+                               i % width)
+             : absl::StrFormat("row %d, column %d is not finite", row,
+                               i % width),
          result);
     break;
   }
@@ -192,11 +197,11 @@ absl::StatusOr<VerifyResult> Verify(OpBench* bench, const LoadedPlan& plan,
                                     int threads) {
   VerifyResult result;
   for (const VerifyCase& test : cases) {
-    bench->ClearInputs();
     RETURN_IF_ERROR(RunCase(bench, plan, body, test, threads, &result));
     if (!result.passed) break;
   }
-  bench->ClearInputs();
+  ASSIGN_OR_RETURN(const std::string damage, bench->RestoreConstants());
+  if (!damage.empty() && !cases.empty()) Fail(cases.back(), damage, &result);
   return result;
 }
 

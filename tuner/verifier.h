@@ -3,9 +3,11 @@
 //
 // Each case runs on seeded inputs with output and arena poisoned (0xFF: NaN),
 // red zones around both. Checked: sampled rows against the float64 oracle
-// within the candidate's tolerance; every other row for poison that was left;
-// rows past m for writes; the zones; a repeat for bit-identity when the
-// candidate claims determinism.
+// within the candidate's tolerance; every other row for poison that was left
+// and for values that are not finite; rows past m for writes; the zones; the
+// inputs for writes; a repeat for bit-identity when the candidate claims
+// determinism. The repeat starts from an arena of zeros: 0xFF bytes read as -1,
+// which a kernel that forgets to clear its tables may take for "no route".
 
 #ifndef KILN_TUNER_VERIFIER_H_
 #define KILN_TUNER_VERIFIER_H_
@@ -56,7 +58,8 @@ absl::StatusOr<std::vector<float>> CheckOutput(OpBench* bench,
                                                VerifyResult* result);
 
 // An error status means that the device failed, not that the candidate is
-// wrong; the device may then be unusable. Drops the bench's input sets.
+// wrong; the device may then be unusable. Leaves its input sets in the bench,
+// where the next candidate finds them.
 //   threads: for the oracle, at least 1.
 absl::StatusOr<VerifyResult> Verify(OpBench* bench, const LoadedPlan& plan,
                                     const PlanBody& body,

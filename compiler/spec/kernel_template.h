@@ -4,6 +4,7 @@
 #ifndef KILN_COMPILER_SPEC_KERNEL_TEMPLATE_H_
 #define KILN_COMPILER_SPEC_KERNEL_TEMPLATE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -24,18 +25,19 @@ struct Problem {
   DeviceProfile device;
 };
 
-// A point that cannot serve the problem, with the rule that it breaks.
-struct RejectedPoint {
-  Assignment assignment;
+// A rule of a template and how many of its points break it.
+struct RejectedPoints {
   std::string reason;
+  size_t count = 0;
 };
 
 // The points of a template for one problem.
 struct ParamSpace {
-  // Legal points in order of predicted cost; the first is the default, which
-  // always races.
+  // Legal points in order of predicted cost, at most as many as were asked
+  // for; the first is the default, which always races.
   std::vector<Assignment> points;
-  std::vector<RejectedPoint> rejects;
+  size_t legal = 0;                     // how many there are in all
+  std::vector<RejectedPoints> rejects;  // by reason, sorted
 };
 
 // Stateless; all members are pure functions and may be called from any thread.
@@ -46,6 +48,8 @@ class KernelTemplate {
   virtual absl::string_view name() const = 0;  // "fused_moe.cuda"
   // Moves when the semantics change; part of every key.
   virtual uint32_t version() const = 0;
+  // See TemplateIdentity::sources.
+  virtual Digest sources() const = 0;
   virtual Op op() const = 0;
   virtual Backend backend() const = 0;
 
@@ -53,8 +57,9 @@ class KernelTemplate {
   virtual absl::Status Supports(const RequestGeometry& geometry,
                                 const Target& target) const = 0;
 
-  // All points, split into legal and rejected. Deterministic.
-  virtual ParamSpace Enumerate(const Problem& problem) const = 0;
+  // The `points_max` legal points that are predicted best. Deterministic.
+  virtual ParamSpace Enumerate(const Problem& problem,
+                               size_t points_max) const = 0;
 
   // Launches, arguments and arena at `assignment`. InvalidArgument for an
   // unknown axis, a value outside the axis, or a broken constraint.

@@ -67,17 +67,8 @@ Digest CandidateDigest(const PlanBody& body,
   return encoder.digest();
 }
 
-Digest CandidateSpaceDigest(std::vector<Digest> candidates) {
-  std::sort(candidates.begin(), candidates.end());
-  CanonicalEncoder encoder("kiln.space/1");
-  for (const Digest& candidate : candidates) {
-    encoder.Hash("candidate", candidate);
-  }
-  return encoder.digest();
-}
-
 PlanKey MakePlanKey(const RequestGeometry& geometry, const Interval& interval,
-                    const DeviceProfile& device, const Digest& space) {
+                    const DeviceProfile& device, const CandidateSpace& space) {
   CanonicalEncoder encoder("kiln.measure/1");
   geometry.Encode(&encoder);
   encoder.Begin("interval")
@@ -85,8 +76,22 @@ PlanKey MakePlanKey(const RequestGeometry& geometry, const Interval& interval,
       .Number("m_max", interval.m_max)
       .End();
   device.Encode(&encoder);
-  encoder.Number("measurement_policy", kMeasurementPolicyVersion)
-      .Hash("candidate_space", space);
+  encoder.Number("measurement_policy", kMeasurementPolicyVersion);
+  std::vector<TemplateIdentity> templates = space.templates;
+  std::sort(templates.begin(), templates.end());
+  encoder.Begin("candidates").Number("limit", space.candidates_max);
+  for (const TemplateIdentity& identity : templates) {
+    encoder.Begin(identity.name)
+        .Number("version", identity.version)
+        .Hash("sources", identity.sources)
+        .End();
+  }
+  encoder.Begin("compiler")
+      .Text("name", space.toolchain.name)
+      .Text("version", space.toolchain.version)
+      .Hash("content", space.toolchain.content)
+      .End()
+      .End();
   PlanKey key;
   key.preimage = encoder.bytes();
   key.digest = Sha256(key.preimage);

@@ -4,6 +4,8 @@
 #ifndef KILN_COMPILER_SPEC_PLAN_KEY_H_
 #define KILN_COMPILER_SPEC_PLAN_KEY_H_
 
+#include <compare>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -30,11 +32,29 @@ inline constexpr int kMeasurementPolicyVersion = 1;
 Digest CandidateDigest(const PlanBody& body,
                        const std::vector<Digest>& programs);
 
-// Digest of a candidate space: the set of its candidates, order-independent.
-Digest CandidateSpaceDigest(std::vector<Digest> candidates);
+// One template as a candidate space sees it.
+struct TemplateIdentity {
+  std::string name;
+  uint32_t version = 0;
+  // Over every byte that shapes the space: kernel sources, device headers, and
+  // the host code with axes, constraints and cost order.
+  Digest sources;
+
+  auto operator<=>(const TemplateIdentity&) const = default;
+};
+
+// Everything that decides which candidates enter a race for a given request and
+// device. A key needs no enumeration: looking up a stored plan stays cheap.
+struct CandidateSpace {
+  std::vector<TemplateIdentity> templates;  // order does not matter
+  Toolchain toolchain;
+  int candidates_max = 0;
+
+  bool operator==(const CandidateSpace&) const = default;
+};
 
 PlanKey MakePlanKey(const RequestGeometry& geometry, const Interval& interval,
-                    const DeviceProfile& device, const Digest& space);
+                    const DeviceProfile& device, const CandidateSpace& space);
 
 }  // namespace kiln
 

@@ -109,6 +109,13 @@ static_assert(kBlock % (kGroup * kUnroll) == 0,
 using F = kd::F32V<kLanes>;
 using U = kd::U32V<kLanes>;
 
+// Native tile rows between a prefetch and its use. The rows of a strip lie a
+// whole matrix row apart, which hardware prefetchers do not follow. Measured on
+// one core of an AMD EPYC (family 26) with Clang 19 for AVX-512, 2026-11: one
+// token, K = 4, weights not in cache: 5 to 10 billion weights per second
+// without, 12 with; 4 rows give 11, 16 rows 12.
+constexpr u32 kPrefetchRows = 8;
+
 // How the token rows meet the weights: up to this many accumulator vectors
 // stay in registers while weights are decoded; more, and decoded weights go
 // through a buffer in the first-level cache instead.
@@ -281,6 +288,17 @@ struct Product {
   // u32 words of one group, of one native tile row of a strip.
   static constexpr u32 kGroupWords = kd::kTileWords<K> * kGroupTiles;
 
+  // Fetches what `words` will be kPrefetchRows tile rows later. Past the end
+  // of the matrix the hint is wasted and harmless.
+  KILN_FN static void PrefetchGroup(const u32* words, u64 row_words) {
+    const u64 ahead = reinterpret_cast<u64>(words) +
+                      kPrefetchRows * row_words * sizeof(u32);
+    KILN_UNROLLED
+    for (u32 byte = 0; byte < kGroupWords * sizeof(u32); byte += 64) {
+      __builtin_prefetch(reinterpret_cast<const void*>(ahead + byte));
+    }
+  }
+
   // Row `Row` of the native tiles: acc += weights * a.
   template <int Row, int Half>
   KILN_FN static void MultiplyHalf(const Bits* bits, const F* a,
@@ -326,6 +344,7 @@ struct Product {
       Bits bits[kUnroll];
       KILN_UNROLLED
       for (u32 g = 0; g < kUnroll; ++g) {
+        PrefetchGroup(words + g * kGroupWords, row_words);
         bits[g].LoadFrom(words + g * kGroupWords);
       }
       MultiplyRows<0>(bits, a + k * kRows, acc);
@@ -356,6 +375,7 @@ struct Product {
                                F (*sum)[kRows]) {
     F weights[kDepth][2];
     for (u32 k = 0; k < kDepth; k += 16) {
+      PrefetchGroup(words, row_words);
       Bits bits;
       bits.LoadFrom(words);
       DecodeRows<0>(bits, weights + k);

@@ -83,8 +83,13 @@ struct alignas(16) Totals {
 
 constexpr u32 kRouteThreads = 1024;
 constexpr u32 kRouteWarps = kRouteThreads / 32;
+static_assert(kRouteWarps == 32, "a lane per warp");
 constexpr u32 kHelperThreads = 128;
 constexpr u32 kHelperWarps = kHelperThreads / 32;
+#if KILN_SHARED_SUH
+// 128 blocks that one warp of route rotates; their loads overlap.
+constexpr u32 kWarpRotations = 2;
+#endif
 
 #if KILN_ID_I64
 using RouteId = long long;
@@ -128,56 +133,104 @@ __device__ __forceinline__ void Store4(u16* to, const float (&v)[4]) {
       make_uint2(Pack2(v[0], v[1]), Pack2(v[2], v[3]));
 }
 
-// Four neighbours of a matrix product's result, rounded to fp16 (steps 4 and
-// 8). With one K slice the product has stored fp16; otherwise fp32 partial
-// sums [slices][total][width], added here in slice order.
-__device__ __forceinline__ void LoadProduct4(const void* __restrict__ product,
-                                             u64 row, u32 column, u32 width,
-                                             u32 slices, u64 total,
-                                             float (&v)[4]) {
-  const u64 at = row * width + column;
+// Four neighbours each of kCount places of a matrix product's result, rounded
+// to fp16 (steps 4 and 8). With one K slice the product has stored fp16;
+// otherwise fp32 partial sums, `slice` elements apart, are added here in slice
+// order. Where `at` is kAbsent nothing is read. All loads of kAhead slices are
+// issued before the first of them is needed.
+constexpr u64 kAbsent = ~u64{0};
+
+template <u32 kAhead, u32 kCount>
+__device__ __forceinline__ void LoadProducts(const void* __restrict__ product,
+                                             const u64 (&at)[kCount], u64 slice,
+                                             u32 slices,
+                                             float (&v)[kCount][4]) {
   if (slices == 1) {
-    Load4(static_cast<const u16*>(product) + at, v);
+    uint2 bits[kCount];
+#pragma unroll
+    for (u32 i = 0; i < kCount; ++i) {
+      bits[i] = make_uint2(0, 0);
+      if (at[i] != kAbsent) {
+        bits[i] = *reinterpret_cast<const uint2*>(
+            static_cast<const u16*>(product) + at[i]);
+      }
+    }
+#pragma unroll
+    for (u32 i = 0; i < kCount; ++i) Unpack4(bits[i], v[i]);
     return;
   }
-  const float* from = static_cast<const float*>(product) + at;
-  float4 sum = *reinterpret_cast<const float4*>(from);
-  for (u32 s = 1; s < slices; ++s) {
-    from += total * width;
-    const float4 part = *reinterpret_cast<const float4*>(from);
-    sum.x += part.x;
-    sum.y += part.y;
-    sum.z += part.z;
-    sum.w += part.w;
+  const float* from = static_cast<const float*>(product);
+#pragma unroll
+  for (u32 i = 0; i < kCount; ++i) {
+    v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0.0f;
   }
-  Unpack4(make_uint2(Pack2(sum.x, sum.y), Pack2(sum.z, sum.w)), v);
+#pragma unroll 1
+  for (u32 s = 0; s < slices; s += kAhead) {
+    float4 part[kAhead][kCount];
+#pragma unroll
+    for (u32 n = 0; n < kAhead; ++n) {
+#pragma unroll
+      for (u32 i = 0; i < kCount; ++i) {
+        part[n][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (s + n < slices && at[i] != kAbsent) {
+          part[n][i] =
+              *reinterpret_cast<const float4*>(from + at[i] + n * slice);
+        }
+      }
+    }
+#pragma unroll
+    for (u32 n = 0; n < kAhead; ++n) {
+#pragma unroll
+      for (u32 i = 0; i < kCount; ++i) {
+        v[i][0] += part[n][i].x;
+        v[i][1] += part[n][i].y;
+        v[i][2] += part[n][i].z;
+        v[i][3] += part[n][i].w;
+      }
+    }
+    from += kAhead * slice;
+  }
+#pragma unroll
+  for (u32 i = 0; i < kCount; ++i) {
+    Unpack4(make_uint2(Pack2(v[i][0], v[i][1]), Pack2(v[i][2], v[i][3])), v[i]);
+  }
 }
 
-// Steps 1 to 3 for one 128 block of one token: both FC1 operands.
-__device__ __forceinline__ void RotateBlock(const u16* __restrict__ x,
-                                            const u16* __restrict__ gate_suh,
-                                            const u16* __restrict__ up_suh,
-                                            u16* __restrict__ gate_operand,
-                                            u16* __restrict__ up_operand,
-                                            u64 token, u64 table, u64 to,
-                                            u32 block, u32 lane) {
-  const u32 column = block * 128 + lane * 4;
-  const uint2 bits =
-      *reinterpret_cast<const uint2*>(x + token * kHidden + column);
+// What one lane needs for one 128 block of one token.
+struct RotationInput {
+  uint2 x, gate_suh, up_suh;
+};
+
+__device__ __forceinline__ RotationInput
+LoadRotation(const u16* __restrict__ x, const u16* __restrict__ gate_suh,
+             const u16* __restrict__ up_suh, u64 token, u64 table, u32 column) {
+  const u64 scale = table * kHidden + column;
+  RotationInput input;
+  input.x = *reinterpret_cast<const uint2*>(x + token * kHidden + column);
+  input.gate_suh = *reinterpret_cast<const uint2*>(gate_suh + scale);
+  input.up_suh = *reinterpret_cast<const uint2*>(up_suh + scale);
+  return input;
+}
+
+// Steps 1 to 3 for one 128 block: both FC1 operands.
+__device__ __forceinline__ void Rotate(const RotationInput& input,
+                                       u16* __restrict__ gate_operand,
+                                       u16* __restrict__ up_operand, u64 to,
+                                       u32 column, u32 lane) {
   float value[4], gate[4], up[4];
 #if KILN_X_BF16
-  const u32 halves[4] = {bits.x & 0xFFFFu, bits.x >> 16, bits.y & 0xFFFFu,
-                         bits.y >> 16};
+  const u32 halves[4] = {input.x.x & 0xFFFFu, input.x.x >> 16,
+                         input.x.y & 0xFFFFu, input.x.y >> 16};
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) {
     value[i] = kd::f16_to_f32(
         kd::f32_to_f16(kd::bf16_to_f32(static_cast<u16>(halves[i]))));
   }
 #else
-  Unpack4(bits, value);
+  Unpack4(input.x, value);
 #endif
-  Load4(gate_suh + table * kHidden + column, gate);
-  Load4(up_suh + table * kHidden + column, up);
+  Unpack4(input.gate_suh, gate);
+  Unpack4(input.up_suh, up);
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) {
     gate[i] = kd::f16_to_f32(kd::f32_to_f16(value[i] * gate[i]));
@@ -238,13 +291,9 @@ __device__ __forceinline__ void RouteBlock(const RouteId* __restrict__ ids,
     warp_tiles[warp] = tiles_before;
   }
   __syncthreads();
-  u32 first = 0, first_tile = 0, position = 0;
-  for (u32 w = 0; w < kRouteWarps; ++w) {
-    first += warp_rows[w];
-    first_tile += warp_tiles[w];
-    position += w < warp ? warp_matches[w] : 0;
-  }
-  position += first;
+  const u32 first = WarpSum(warp_rows[lane]);
+  const u32 first_tile = WarpSum(warp_tiles[lane]);
+  u32 position = first + WarpSum(lane < warp ? warp_matches[lane] : 0);
 
   const u32 count = counts[expert];
   const u32 own_tiles = (count + tokens_tile - 1) / tokens_tile;
@@ -295,7 +344,7 @@ __device__ __forceinline__ void RouteBlock(const RouteId* __restrict__ ids,
 #if KILN_SHARED_SUH
 
 // With shared tables the operands do not depend on the routes: blocks beyond
-// the experts rotate, one 128 block of one token per warp.
+// the experts rotate, kWarpRotations 128 blocks of one token each per warp.
 extern "C" __global__ void __launch_bounds__(kRouteThreads)
     kiln_moe_route(const RouteId* __restrict__ ids, Row* __restrict__ rows,
                    u32* __restrict__ positions, Tile* __restrict__ tiles,
@@ -310,12 +359,27 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
     return;
   }
   constexpr u32 kBlocks = kHidden / 128;
-  const u64 item =
-      static_cast<u64>(blockIdx.x - kExperts) * kRouteWarps + threadIdx.x / 32;
-  const u64 token = item / kBlocks;
-  if (token >= tokens) return;
-  RotateBlock(x, gate_suh, up_suh, gate_operand, up_operand, token, 0, token,
-              static_cast<u32>(item % kBlocks), threadIdx.x % 32);
+  const u32 lane = threadIdx.x % 32;
+  const u32 first = (blockIdx.x - kExperts) * (kRouteWarps * kWarpRotations) +
+                    threadIdx.x / 32;
+  const u32 items = tokens * kBlocks;
+  RotationInput inputs[kWarpRotations];
+#pragma unroll
+  for (u32 i = 0; i < kWarpRotations; ++i) {
+    const u32 item = first + i * kRouteWarps;
+    if (item < items) {
+      inputs[i] = LoadRotation(x, gate_suh, up_suh, item / kBlocks, 0,
+                               item % kBlocks * 128 + lane * 4);
+    }
+  }
+#pragma unroll
+  for (u32 i = 0; i < kWarpRotations; ++i) {
+    const u32 item = first + i * kRouteWarps;
+    if (item < items) {
+      Rotate(inputs[i], gate_operand, up_operand, item / kBlocks,
+             item % kBlocks * 128 + lane * 4, lane);
+    }
+  }
 }
 
 #else
@@ -336,14 +400,15 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
                     u16* __restrict__ gate_operand,
                     u16* __restrict__ up_operand) {
   constexpr u32 kBlocks = kHidden / 128;
-  const u64 item =
-      static_cast<u64>(blockIdx.x) * kHelperWarps + threadIdx.x / 32;
-  const u64 at = item / kBlocks;
+  const u32 lane = threadIdx.x % 32;
+  const u32 item = blockIdx.x * kHelperWarps + threadIdx.x / 32;
+  const u32 at = item / kBlocks;
   if (at >= totals->rows) return;
+  const u32 column = item % kBlocks * 128 + lane * 4;
   const Row row = rows[at];
-  RotateBlock(x, gate_suh, up_suh, gate_operand, up_operand, row.route / kTopK,
-              row.expert, at, static_cast<u32>(item % kBlocks),
-              threadIdx.x % 32);
+  Rotate(
+      LoadRotation(x, gate_suh, up_suh, row.route / kTopK, row.expert, column),
+      gate_operand, up_operand, at, column, lane);
 }
 
 #endif  // KILN_SHARED_SUH
@@ -357,17 +422,19 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
                       u16* __restrict__ activated, u32 tokens, u32 slices) {
   constexpr u32 kBlocks = kInter / 128;
   const u32 lane = threadIdx.x % 32;
-  const u64 item =
-      static_cast<u64>(blockIdx.x) * kHelperWarps + threadIdx.x / 32;
-  const u64 at = item / kBlocks;
+  const u32 item = blockIdx.x * kHelperWarps + threadIdx.x / 32;
+  const u32 at = item / kBlocks;
   if (at >= totals->rows) return;
-  const u32 column = static_cast<u32>(item % kBlocks) * 128 + lane * 4;
+  const u32 column = item % kBlocks * 128 + lane * 4;
   const u16* table =
       rotations + static_cast<u64>(rows[at].expert) * (3 * kInter) + column;
-  const u64 total = static_cast<u64>(tokens) * kTopK;
-  float gate[4], up[4], gate_svh[4], up_svh[4], down_suh[4];
-  LoadProduct4(fc1, at, column, 2 * kInter, slices, total, gate);
-  LoadProduct4(fc1, at, kInter + column, 2 * kInter, slices, total, up);
+  const u64 slice = static_cast<u64>(tokens) * (kTopK * 2 * kInter);
+  const u64 from = static_cast<u64>(at) * (2 * kInter) + column;
+  const u64 places[2] = {from, from + kInter};
+  float both[2][4], gate_svh[4], up_svh[4], down_suh[4];
+  LoadProducts<4>(fc1, places, slice, slices, both);
+  float(&gate)[4] = both[0];
+  float(&up)[4] = both[1];
   Load4(table, gate_svh);
   Load4(table + kInter, up_svh);
   Load4(table + 2 * kInter, down_suh);
@@ -384,6 +451,9 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
   Store4(activated + at * kInter + column, value);
 }
 
+// Routes of one token whose rows are loaded together.
+constexpr u32 kCombined = kTopK < 8 ? kTopK : 8;
+
 // Steps 8 (rounding) to 10: one 128 block of one token per warp. Routes are
 // summed in router order with explicit fma; inactive routes add nothing.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
@@ -395,38 +465,56 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
                      u32 tokens, u32 slices) {
   constexpr u32 kBlocks = kHidden / 128;
   const u32 lane = threadIdx.x % 32;
-  const u64 item =
-      static_cast<u64>(blockIdx.x) * kHelperWarps + threadIdx.x / 32;
-  const u64 token = item / kBlocks;
+  const u32 item = blockIdx.x * kHelperWarps + threadIdx.x / 32;
+  const u32 token = item / kBlocks;
   if (token >= tokens) return;
-  const u32 column = static_cast<u32>(item % kBlocks) * 128 + lane * 4;
-  const u64 total = static_cast<u64>(tokens) * kTopK;
-  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  const u32 column = item % kBlocks * 128 + lane * 4;
+  const u64 slice = static_cast<u64>(tokens) * (kTopK * kHidden);
+  // Lane j holds what belongs to route j.
+  u32 own_row = kNone;
+  float own_weight = 0.0f;
+  if (lane < kTopK) {
+    const u64 route = static_cast<u64>(token) * kTopK + lane;
+    own_row = positions[route];
+    own_weight = weights[route];
+  }
 #if KILN_SHARED_SUH
-  float shared_svh[4];
-  Load4(down_svh + column, shared_svh);
-#endif
-#pragma unroll 4
-  for (u32 j = 0; j < kTopK; ++j) {
-    const u64 route = token * kTopK + j;
-    const u32 at = positions[route];
-    if (at == kNone) continue;
-    const float weight = weights[route];
-    float value[4];
-    LoadProduct4(fc2, at, column, kHidden, slices, total, value);
-#if KILN_SHARED_SUH
-    const float(&svh)[4] = shared_svh;
+  float svh[4];
+  Load4(down_svh + column, svh);
 #else
-    float svh[4];
-    Load4(down_svh + static_cast<u64>(rows[at].expert) * kHidden + column, svh);
+  const u32 own_expert = own_row != kNone ? rows[own_row].expert : 0;
 #endif
-    kd::WarpHadamard128(value, lane);
+  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+  for (u32 base = 0; base < kTopK; base += kCombined) {
+    u64 places[kCombined];
+    float value[kCombined][4];
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-      sum[i] = kd::Fma(weight, value[i] * svh[i], sum[i]);
+    for (u32 j = 0; j < kCombined; ++j) {
+      const u32 row = __shfl_sync(0xFFFFFFFFu, own_row, (base + j) % 32);
+      places[j] = base + j < kTopK && row != kNone
+                      ? static_cast<u64>(row) * kHidden + column
+                      : kAbsent;
+    }
+    LoadProducts<1>(fc2, places, slice, slices, value);
+#pragma unroll
+    for (u32 j = 0; j < kCombined; ++j) {
+      const float weight =
+          __shfl_sync(0xFFFFFFFFu, own_weight, (base + j) % 32);
+#if !KILN_SHARED_SUH
+      const u32 expert = __shfl_sync(0xFFFFFFFFu, own_expert, (base + j) % 32);
+      float svh[4];
+      Load4(down_svh + static_cast<u64>(expert) * kHidden + column, svh);
+#endif
+      if (places[j] == kAbsent) continue;
+      kd::WarpHadamard128(value[j], lane);
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) {
+        sum[i] = kd::Fma(weight, value[j][i] * svh[i], sum[i]);
+      }
     }
   }
-  *reinterpret_cast<float4*>(out + token * kHidden + column) =
+  *reinterpret_cast<float4*>(out + static_cast<u64>(token) * kHidden + column) =
       make_float4(sum[0], sum[1], sum[2], sum[3]);
 }
 
@@ -526,11 +614,10 @@ __device__ __forceinline__ u32 RoundPair(float low, float high) {
 
 using Sums = float[kWarpStrips][kTokenGroups][4];
 
-// Copies stage `stage` of the weights and of the operand into `to`.
-template <int kBits, u32 kDepth, u32 kWidth>
-__device__ __forceinline__ void CopyStage(
-    const unsigned char* __restrict__ weights, const u16* __restrict__ operand,
-    const u32 (&source)[kRowCopies], u32 stage, u32 to) {
+// Copies stage `stage` of the weights to the start of buffer `to`.
+template <int kBits, u32 kWidth>
+__device__ __forceinline__ void CopyWeights(
+    const unsigned char* __restrict__ weights, u32 stage, u32 to) {
   // A K16 row of the block's tiles is contiguous in memory.
   constexpr u32 kPieces = kChannels * kBits / 8;
   constexpr u64 kRowBytes = static_cast<u64>(kWidth) * 2 * kBits;
@@ -544,6 +631,13 @@ __device__ __forceinline__ void CopyStage(
                   from + (piece / kPieces) * kRowBytes + piece % kPieces * 16);
     }
   }
+}
+
+// The same of the operand, behind the weights.
+template <int kBits, u32 kDepth>
+__device__ __forceinline__ void CopyOperand(const u16* __restrict__ operand,
+                                            const u32 (&source)[kRowCopies],
+                                            u32 stage, u32 to) {
   const u32 column = threadIdx.x % kRowPieces * 8;
   const u32 row = threadIdx.x / kRowPieces;
   const u16* first = operand + stage * kDepthTile + column;
@@ -618,11 +712,18 @@ __device__ __forceinline__ void Multiply(
   const kd::LaneSpan<kBits> span = kd::FindLaneSpan<kBits>(threadIdx.x % 32);
   const u32 ring = SharedAddress(shared);
 
+  // Weights first: the rows to copy may not be known yet.
 #pragma unroll
   for (u32 s = 0; s < kStages - 1; ++s) {
     if (begin + s < end) {
-      CopyStage<kBits, kDepth, kWidth>(weights, operand, source, begin + s,
-                                       ring + s * kStageBytes);
+      CopyWeights<kBits, kWidth>(weights, begin + s, ring + s * kStageBytes);
+    }
+  }
+#pragma unroll
+  for (u32 s = 0; s < kStages - 1; ++s) {
+    if (begin + s < end) {
+      CopyOperand<kBits, kDepth>(operand, source, begin + s,
+                                 ring + s * kStageBytes);
     }
     CommitCopies();
   }
@@ -635,9 +736,9 @@ __device__ __forceinline__ void Multiply(
     __syncthreads();
     const u32 free_slot = slot == 0 ? kStages - 1 : slot - 1;
     if (stage + kStages - 1 < end) {
-      CopyStage<kBits, kDepth, kWidth>(weights, operand, source,
-                                       stage + kStages - 1,
-                                       ring + free_slot * kStageBytes);
+      const u32 to = ring + free_slot * kStageBytes;
+      CopyWeights<kBits, kWidth>(weights, stage + kStages - 1, to);
+      CopyOperand<kBits, kDepth>(operand, source, stage + kStages - 1, to);
     }
     CommitCopies();
     ComputeStage<kBits>(shared + slot * kStageBytes, span, rows, sums);
@@ -723,8 +824,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
       KILN_BITS_GATE > KILN_BITS_UP ? KILN_BITS_GATE : KILN_BITS_UP;
   constexpr u32 kStageBytes = kWeightBytes<kBitsMax> + kOperandBytes;
   const u32 index = blockIdx.x / kBlocks;
-  if (index >= totals->tiles) return;
+  // Read before it is known to exist; still inside the arena.
   const Tile tile = tiles[index];
+  if (index >= totals->tiles) return;
   const u32 column = blockIdx.x % kBlocks * kChannels;
   const bool is_up = column >= kInter;
   const u32 inner = is_up ? column - kInter : column;
@@ -780,8 +882,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
   constexpr u32 kBlocks = kHidden / kChannels;
   constexpr u32 kStageBytes = kWeightBytes<KILN_BITS_DOWN> + kOperandBytes;
   const u32 index = blockIdx.x / kBlocks;
-  if (index >= totals->tiles) return;
+  // Read before it is known to exist; still inside the arena.
   const Tile tile = tiles[index];
+  if (index >= totals->tiles) return;
   const u32 column = blockIdx.x % kBlocks * kChannels;
   u32 source[kRowCopies];
 #pragma unroll

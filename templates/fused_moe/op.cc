@@ -99,8 +99,11 @@ LaunchDim FusedMoeTiles(const RequestGeometry& geometry, uint32_t tile,
                         uint32_t blocks) {
   KILN_CHECK(tile >= 1 && blocks >= 1);
   const uint32_t routes = static_cast<uint32_t>(geometry.top_k) * blocks;
+  // Less tile - 1, so that the rule's ceiling is the floor of the bound: no
+  // block may look at a tile beyond FusedMoeTilesMax, the arena ends there.
   const uint32_t ragged =
-      static_cast<uint32_t>(geometry.experts) * (tile - 1) * blocks;
+      static_cast<uint32_t>(geometry.experts) * (tile - 1) * blocks -
+      (tile - 1);
   return {.a = {.mul = routes, .add = 0, .div = 1},
           .b = {.mul = routes, .add = ragged, .div = tile}};
 }

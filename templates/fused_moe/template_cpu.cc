@@ -26,6 +26,13 @@ class Template : public KernelTemplate {
 
   uint32_t version() const override { return 1; }
 
+  Digest sources() const override {
+    static const Digest digest =
+        TemplateSourcesDigest({"axes.cc", "fused_moe/cpu.cc", "fused_moe/op.cc",
+                               "fused_moe/template_cpu.cc"});
+    return digest;
+  }
+
   Op op() const override { return Op::kFusedMoe; }
 
   Backend backend() const override { return Backend::kCpu; }
@@ -39,17 +46,23 @@ class Template : public KernelTemplate {
     return absl::OkStatus();
   }
 
-  ParamSpace Enumerate(const Problem& problem) const override {
+  ParamSpace Enumerate(const Problem& problem,
+                       size_t points_max) const override {
+    const std::vector<Axis> axes = Axes(problem);
     return OrderPoints(
-        Axes(problem), {"k_tile", "unroll"},
-        [&](const Assignment& point) { return Constraint(problem, point); },
-        [&](const Assignment& point) { return Cost(problem, point); });
+        axes, {"k_tile", "unroll"},
+        [&](const AxisPoint& point) { return Constraint(problem, point); },
+        [&](const AxisPoint& point) { return Cost(problem, point); },
+        points_max);
   }
 
   absl::StatusOr<PlanBody> MakeBody(
       const Problem& problem, const Assignment& assignment) const override {
-    RETURN_IF_ERROR(CheckAssignment(Axes(problem), assignment));
-    RETURN_IF_ERROR(Constraint(problem, assignment));
+    const std::vector<Axis> axes = Axes(problem);
+    RETURN_IF_ERROR(CheckAssignment(axes, assignment));
+    const std::string broken =
+        Constraint(problem, AxisPoint(&axes, assignment));
+    if (!broken.empty()) return absl::InvalidArgumentError(broken);
     const RequestGeometry& geometry = problem.geometry;
     PlanBody body;
     body.template_name = std::string(name());
@@ -89,22 +102,22 @@ class Template : public KernelTemplate {
     return target.level >= 4 ? 32 : 16;
   }
 
-  static absl::Status Constraint(const Problem& problem,
-                                 const Assignment& point) {
+  // Empty, or the rule that the point breaks.
+  static std::string Constraint(const Problem& problem,
+                                const AxisPoint& point) {
     const int64_t together = Group(problem.device.target) * point.at("unroll");
     if (point.at("channels_tile") % together != 0) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("channels_tile ", point.at("channels_tile"),
-                       " is no multiple of the ", together,
-                       " channels that are decoded together"));
+      return absl::StrCat("channels_tile ", point.at("channels_tile"),
+                          " is no multiple of the ", together,
+                          " channels that are decoded together");
     }
-    return absl::OkStatus();
+    return "";
   }
 
   // Seconds on a nominal core; only the order matters. Each weight of a tile
   // is decoded once and multiplied with every row of the tile, empty rows
   // included.
-  static double Cost(const Problem& problem, const Assignment& point) {
+  static double Cost(const Problem& problem, const AxisPoint& point) {
     constexpr double kDecode = 1.0e-9;
     constexpr double kMultiply = 0.06e-9;
     const RequestGeometry& geometry = problem.geometry;

@@ -116,8 +116,16 @@ inline Plan MakePlan(uint64_t seed, const std::vector<Digest>& programs) {
 }
 
 inline PlanKey MakeTestPlanKey(const Plan& plan) {
+  const CandidateSpace space = {
+      .templates = {{.name = plan.body.template_name,
+                     .version = plan.body.template_version,
+                     .sources = Sha256("sources")}},
+      .toolchain = {.name = "nvrtc",
+                    .version = "13.0.88",
+                    .content = Sha256("library")},
+      .candidates_max = 0};
   return MakePlanKey(plan.geometry, plan.interval, AssumedProfile(plan.target),
-                     Sha256("space"));
+                     space);
 }
 
 inline std::vector<Measurement> MakeMeasurements(uint64_t seed) {

@@ -128,7 +128,7 @@ TEST(CacheProcessTest, AKilledWriterLosesOnlyWhatWasInFlight) {
       }
     });
     close(pipe_ends[1]);
-    usleep(static_cast<useconds_t>(random() % 25'000));
+    usleep(static_cast<useconds_t>(random() % 100'000));
     ASSERT_EQ(kill(child, SIGKILL), 0);
     EXPECT_EQ(Wait(child), 128 + SIGKILL);
     uint64_t seed = 0;
@@ -172,7 +172,7 @@ TEST(CacheProcessTest, ReadersSeeAWriterKilledInsideItsTransaction) {
     if (!transaction.ok()) return kFailed;
     EXPECT_OK(
         (*database)->Execute("INSERT INTO blob (digest, data) "
-                             "VALUES (zeroblob(32), zeroblob(48000000))"));
+                             "VALUES (zeroblob(32), zeroblob(96000000))"));
     kill(getpid(), SIGKILL);
     return kFailed;
   });

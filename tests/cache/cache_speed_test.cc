@@ -1,11 +1,16 @@
 // The cache's numbers. Bounds are the goals for a release build on a local
 // disk, times kSlack so that a busy machine does not fail; the measured values
-// are printed.
+// are printed. A commit syncs four times, so where the disk itself is slow
+// (others write to it), publishing is held against that.
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <functional>
 
 #include "cache/plan_cache.h"
 #include "tests/cache/cache_fixture.h"
@@ -36,6 +41,28 @@ void Report(const char* what, double value, const char* unit, double goal) {
   EXPECT_LE(value, goal * kSlack) << what;
 }
 
+// Milliseconds to append and sync 20 KB, on average.
+double SyncMilliseconds(const std::string& path) {
+  constexpr int kRounds = 30;
+  const int fd = open(path.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0644);
+  EXPECT_GE(fd, 0);
+  const std::string bytes(20'000, 'x');
+  const double seconds = Seconds([&] {
+    for (int i = 0; i < kRounds; ++i) {
+      EXPECT_EQ(write(fd, bytes.data(), bytes.size()), 20'000);
+      EXPECT_EQ(fsync(fd), 0);
+    }
+  });
+  close(fd);
+  return seconds * 1e3 / kRounds;
+}
+
+double PublishGoal(const ScratchFolder& folder) {
+  const double sync_ms = SyncMilliseconds(folder.File("sync"));
+  std::printf("%-36s %10.3f ms\n", "one sync of this disk", sync_ms);
+  return std::max(5.0, 4 * sync_ms);
+}
+
 TEST(CacheSpeedTest, WarmLookupOfAThousandPlans) {
   const ScratchFolder folder;
   std::vector<Digest> keys;
@@ -55,7 +82,8 @@ TEST(CacheSpeedTest, WarmLookupOfAThousandPlans) {
         ASSERT_OK(cache.PutPlan(key, plan, MakeMeasurements(i)));
       }
     });
-    Report("publish a plan with 3 measurements", seconds, "ms", 5);
+    Report("publish a plan with 3 measurements", seconds, "ms",
+           PublishGoal(folder));
   }
   const double seconds = Seconds([&] {
     ASSERT_OK_AND_ASSIGN(PlanCache cache,
@@ -64,6 +92,14 @@ TEST(CacheSpeedTest, WarmLookupOfAThousandPlans) {
     for (const auto& plan : plans) ASSERT_TRUE(plan.has_value());
   });
   Report("open and find 1000 plans", seconds * 1e3, "ms", 100);
+  const double presence_seconds = Seconds([&] {
+    ASSERT_OK_AND_ASSIGN(PlanCache cache,
+                         PlanCache::Open(TestOptions(folder.path())));
+    ASSERT_OK_AND_ASSIGN(const std::vector<bool> present,
+                         cache.ContainsPlans(keys));
+    for (const bool found : present) ASSERT_TRUE(found);
+  });
+  Report("open and check 1000 plans", presence_seconds * 1e3, "ms", 50);
 }
 
 TEST(CacheSpeedTest, AHundredThousandPrograms) {
@@ -90,7 +126,8 @@ TEST(CacheSpeedTest, AHundredThousandPrograms) {
         ASSERT_OK(cache.PutProgram(MakeProgram(1'000'000 + i, 20'000)));
       }
     });
-    Report("publish a program, one by one", seconds * 1e3 / 200, "ms", 5);
+    Report("publish a program, one by one", seconds * 1e3 / 200, "ms",
+           PublishGoal(folder));
   }
   std::optional<PlanCache> cache;
   const double open_seconds = Seconds([&] {

@@ -339,6 +339,29 @@ TEST_F(PlanCacheTest, ListsPlansByKey) {
   }
 }
 
+TEST_F(PlanCacheTest, ContainsPlansWantsTheRowWholeAndItsProgramsThere) {
+  PlanCache cache = Open();
+  std::vector<Digest> keys;
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    ASSERT_OK(cache.PutProgram(MakeProgram(seed)));
+    const Plan plan = MakePlan(seed, {MakeProgram(seed).key.digest});
+    keys.push_back(MakeTestPlanKey(plan).digest);
+    ASSERT_OK(cache.PutPlan(MakeTestPlanKey(plan), plan, {}));
+  }
+  keys.push_back(Sha256("unknown"));
+  EXPECT_THAT(cache.ContainsPlans(keys),
+              IsOkAndHolds(ElementsAre(true, true, true, true, false)));
+  Execute(
+      "DELETE FROM program WHERE id = 2;"
+      "UPDATE plan SET tool_version = '' WHERE id = 3;"
+      "UPDATE plan SET preimage = x'' WHERE id = 4");
+  EXPECT_THAT(cache.ContainsPlans(keys),
+              IsOkAndHolds(ElementsAre(true, false, false, false, false)));
+  EXPECT_EQ(cache.TakeWarnings().size(), 2u);
+  EXPECT_EQ(Count("quarantine"), 2);
+  EXPECT_EQ(Count("plan"), 2);
+}
+
 TEST_F(PlanCacheTest, MeasurementsOfAnUnknownPlanAreNotFound) {
   PlanCache cache = Open();
   EXPECT_THAT(cache.LoadMeasurements(Sha256("x")),

@@ -69,9 +69,7 @@ TEST(CompilePoolTest, GivesResultsInTheOrderOfTheJobs) {
                               completed.push_back(one.index);
                             }
                             return absl::OkStatus();
-                          },
-                      .on_progress = {},
-                      .cancelled = {}}));
+                          }}));
   ASSERT_THAT(results, SizeIs(5));
   for (size_t i = 0; i < results.size(); ++i) {
     EXPECT_EQ(results[i].index, i);
@@ -304,7 +302,6 @@ TEST(CompilePoolTest, CancelStopsRunningCompiles) {
              done += some.size();
              return absl::OkStatus();
            },
-       .on_progress = {},
        .cancelled = [&] { return done > 0; }});
   EXPECT_THAT(result, StatusIs(absl::StatusCode::kCancelled));
   EXPECT_EQ(done, 1u);
@@ -321,9 +318,7 @@ TEST(CompilePoolTest, AnErrorOfTheCallbackStopsTheRun) {
                {.on_results =
                     [](absl::Span<const CompileResult>) {
                       return absl::UnavailableError("disk full");
-                    },
-                .on_progress = {},
-                .cancelled = {}}),
+                    }}),
       StatusIs(absl::StatusCode::kUnavailable, "disk full"));
 }
 
@@ -331,13 +326,11 @@ TEST(CompilePoolTest, ReportsProgressUpToTheTotal) {
   CompilePool pool = MakePool();
   CompileProgress last;
   ASSERT_OK(pool.Run(std::vector<CompileJob>(4, Job("ok")),
-                     {.on_results = {},
-                      .on_progress =
+                     {.on_progress =
                           [&](const CompileProgress& progress) {
                             EXPECT_GE(progress.done, last.done);
                             last = progress;
-                          },
-                      .cancelled = {}}));
+                          }}));
   EXPECT_EQ(last.done, 4u);
   EXPECT_EQ(last.total, 4u);
   EXPECT_EQ(last.current, "sm_90a unit.cu");
@@ -400,9 +393,7 @@ TEST(CompilePoolTest, WorkersEndWhenTheirParentIsKilled) {
     CompilePool pool = MakePool();
     static_cast<void>(pool.Run(
         std::vector<CompileJob>{Job("ok"), Job("sleep 60"), Job("sleep 60")},
-        {.on_results = {},
-         .on_progress = {},
-         .cancelled = [&] {
+        {.cancelled = [&] {
            std::vector<int> pids = pool.WorkerPids();
            if (pids.size() == 2) {
              if (write(pipe_fds[1], pids.data(), 2 * sizeof(int)) < 0) abort();

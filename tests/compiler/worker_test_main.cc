@@ -49,7 +49,9 @@ class FakeCompiler : public WorkerCompiler {
     } else if (verb == "leave") {
       _exit(3);
     } else if (verb == "eat") {
-      for (;;) memset(new char[64 << 20], 1, 64 << 20);
+      // Address space is what is limited, so none of it need be touched.
+      std::vector<std::unique_ptr<char[]>> hoard;
+      for (;;) hoard.emplace_back(new char[64 << 20]);
     } else if (verb == "once") {
       const int fd = open(rest.c_str(), O_CREAT | O_EXCL | O_WRONLY, 0600);
       if (fd >= 0) kill(getpid(), SIGKILL);
@@ -83,13 +85,19 @@ CompilerSetup FakeSetup(Backend backend) {
   return setup;
 }
 
-absl::StatusOr<CompilerSetup> NvrtcForTest() { return ProbeNvrtc({}); }
+absl::StatusOr<CompilerSetup> NvrtcForTest() {
+  static const absl::StatusOr<CompilerSetup> setup = ProbeNvrtc({});
+  return setup;
+}
 
 absl::StatusOr<CompilerSetup> CcCpuForTest() {
-  const char* folder = std::getenv("KILN_BIN_DIR");
-  return ProbeCcCpu(folder == nullptr
-                        ? DefaultCcCpuPath()
-                        : absl::StrCat(folder, "/kiln-cc-cpu"));
+  static const absl::StatusOr<CompilerSetup> setup = [] {
+    const char* folder = std::getenv("KILN_BIN_DIR");
+    return ProbeCcCpu(folder == nullptr
+                          ? DefaultCcCpuPath()
+                          : absl::StrCat(folder, "/kiln-cc-cpu"));
+  }();
+  return setup;
 }
 
 }  // namespace kiln::testing

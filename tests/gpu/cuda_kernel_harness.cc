@@ -6,12 +6,14 @@
 //   cuda_kernel_harness [--templates DIR] [--nvrtc FILE] [--quick]
 //       [--self-check | --compile-only ARCH | --bench-only | --no-bench]
 //       [--filter TEXT] [--threads N] [--bench-tokens M,M,...] [--sweep]
+//       [--codebook 0|1|2] [--bits 1..8]
 //
 // --self-check needs no GPU: it holds the fragment decoder against trellis.h
 // and the mma, ldmatrix and movmatrix layouts that the kernels assume against
 // each other. --compile-only compiles every program of the suite for ARCH.
 // --sweep times both products over many axes, for calibrating the cost model
-// of templates/fused_moe/template_cuda.cc.
+// of templates/fused_moe/template_cuda.cc. --codebook and --bits are for
+// timing; the cases cover all of them.
 // Exit status: 0 all passed, 1 a case failed, 2 wrong use or missing library.
 
 #include <dlfcn.h>
@@ -823,7 +825,7 @@ class Plan {
     const u64 e = p_.experts, k = p_.top_k, t = c_.fc1.tokens;
     const auto only = [this](Term term) { return std::pair(term, term); };
     if (p_.shared) {
-      const auto [a, b] = only({h_blocks, e * 32, 32});
+      const auto [a, b] = only({h_blocks, e * 64, 64});
       AddStep("route", support, "kiln_moe_route", a, b, 1, 1024, 0,
               {kIds, kRows, kPositions, kTiles, kTotals, kX, kGateSuh, kUpSuh,
                kGateOperand, kUpOperand, kTokens, kTile});
@@ -1271,7 +1273,7 @@ Choice Same(Axes a, u32 slices1 = 1, u32 slices2 = 1) {
 std::vector<Choice> Sweep(const Problem& p, u64 shared_max, bool quick) {
   std::vector<Choice> choices;
   const std::pair<u32, u32> splits[] = {{1, 1}, {2, 3}, {4, 1}, {16, 16}};
-  for (u32 t : {8u, 16u, 32u, 64u, 128u}) {
+  for (u32 t : {8u, 16u, 32u, 48u, 64u, 96u, 128u}) {
     for (u32 c : {64u, 128u, 256u}) {
       for (u32 k : {32u, 64u, 128u}) {
         for (u32 w : {4u, 8u}) {
@@ -1419,44 +1421,41 @@ double TimeGraph(Handle stream, int replays, Record record) {
   return Median(times);
 }
 
+// Fast choices for m tokens, found by --sweep on an H200.
 std::vector<Choice> BenchChoices(u32 m) {
-  const auto two = [](Axes a, Axes b, u32 s1, u32 s2) {
-    return Choice{a, b, s1, s2};
-  };
   if (m <= 4) {
     return {
-        Same({8, 64, 64, 4, 4, 1}, 4, 2),   Same({8, 64, 128, 4, 4, 1}, 4, 2),
-        Same({8, 64, 128, 4, 3, 1}, 8, 3),  Same({8, 128, 64, 8, 4, 1}, 4, 2),
-        Same({8, 128, 64, 4, 4, 1}, 4, 2),  Same({8, 128, 128, 4, 3, 1}, 8, 3),
-        Same({8, 128, 128, 8, 4, 1}, 8, 3), Same({8, 128, 128, 4, 4, 1}, 16, 6),
-        Same({8, 256, 64, 8, 4, 1}, 8, 6)};
+        Same({8, 64, 128, 4, 2, 1}, 4, 2),  Same({8, 64, 128, 4, 3, 1}, 2, 2),
+        Same({8, 64, 128, 4, 4, 1}, 4, 2),  Same({8, 64, 64, 4, 6, 1}, 4, 2),
+        Same({8, 128, 128, 4, 2, 1}, 4, 2), Same({8, 128, 128, 4, 3, 1}, 8, 2),
+        Same({8, 128, 64, 4, 2, 1}, 8, 2)};
   }
   if (m <= 16) {
     return {
-        Same({8, 64, 64, 4, 4, 1}, 1, 1),   Same({8, 64, 128, 4, 4, 1}, 2, 1),
-        Same({8, 128, 64, 4, 4, 1}, 1, 1),  Same({8, 128, 128, 4, 4, 1}, 2, 1),
-        Same({8, 128, 128, 4, 3, 1}, 4, 2), Same({8, 128, 64, 8, 4, 1}, 1, 1),
-        Same({8, 256, 64, 8, 4, 1}, 2, 2),  Same({16, 128, 64, 4, 4, 1}, 1, 1)};
+        Same({8, 128, 128, 4, 2, 1}, 2, 1), Same({8, 128, 128, 4, 2, 1}, 1, 1),
+        Same({8, 128, 128, 4, 2, 1}, 4, 2), Same({8, 128, 128, 4, 3, 1}, 2, 1),
+        Same({8, 256, 128, 4, 2, 1}, 4, 2), Same({8, 256, 128, 4, 2, 1}, 2, 1)};
   }
   if (m <= 64) {
-    return {
-        Same({8, 128, 64, 4, 4, 1}, 1, 1),  Same({16, 64, 64, 4, 4, 1}, 1, 1),
-        Same({16, 128, 64, 4, 4, 1}, 1, 1), Same({16, 128, 128, 4, 3, 1}, 1, 1),
-        Same({16, 256, 64, 8, 4, 1}, 1, 1), Same({32, 128, 64, 4, 4, 1}, 1, 1)};
+    return {Same({8, 128, 128, 4, 2, 1}, 1, 1),
+            Same({8, 128, 128, 4, 3, 1}, 1, 1),
+            Same({8, 256, 128, 4, 2, 1}, 1, 1),
+            Same({8, 256, 128, 4, 2, 1}, 2, 1),
+            Same({16, 128, 128, 4, 2, 1}, 1, 1),
+            Same({16, 256, 128, 8, 2, 1}, 1, 1)};
   }
   if (m <= 256) {
-    return {
-        Same({16, 128, 64, 4, 4, 1}, 1, 1), Same({32, 128, 64, 4, 4, 1}, 1, 1),
-        Same({32, 256, 64, 8, 3, 1}, 1, 1), Same({64, 128, 64, 4, 4, 1}, 1, 1),
-        Same({32, 64, 64, 4, 4, 1}, 1, 1)};
+    return {Same({32, 128, 128, 4, 2, 1}, 1, 1),
+            Same({32, 256, 128, 8, 2, 1}, 1, 1),
+            Same({32, 256, 128, 8, 3, 1}, 1, 1),
+            Same({32, 256, 128, 4, 2, 1}, 1, 1),
+            Same({16, 128, 128, 4, 2, 1}, 1, 1)};
   }
-  return {Same({64, 128, 64, 4, 3, 1}, 1, 1),
-          Same({64, 128, 32, 4, 4, 1}, 1, 1),
-          Same({64, 256, 64, 8, 3, 1}, 1, 1),
-          Same({64, 256, 64, 4, 3, 1}, 1, 1),
-          Same({128, 128, 64, 4, 3, 1}, 1, 1),
-          Same({128, 256, 64, 8, 3, 1}, 1, 1),
-          two({128, 256, 64, 8, 3, 1}, {128, 128, 64, 4, 3, 1}, 1, 1)};
+  return {
+      Same({64, 128, 64, 4, 3, 1}, 1, 1),  Same({64, 256, 128, 8, 3, 1}, 1, 1),
+      Same({96, 128, 64, 4, 3, 1}, 1, 1),  Same({96, 256, 64, 8, 3, 1}, 1, 1),
+      Same({128, 128, 64, 4, 3, 1}, 1, 1), Same({128, 256, 64, 8, 4, 1}, 1, 1),
+      Same({128, 256, 128, 8, 2, 1}, 1, 1)};
 }
 
 // Distinct layers whose reuse distance exceeds the L2 by far, each with its own
@@ -1522,9 +1521,8 @@ class Timing {
     return TimeGraph(layers_.stream, replays,
                      [&] {
                        for (u32 i = 0; i < Layers::kCount; ++i) {
-                         plan.LaunchAll(*layers_.data[i],
-                                        arenas_[i]->address(), out_.address(),
-                                        m_, layers_.stream);
+                         plan.LaunchAll(*layers_.data[i], arenas_[i]->address(),
+                                        out_.address(), m_, layers_.stream);
                        }
                      }) /
            Layers::kCount;
@@ -1561,9 +1559,9 @@ void Bench(const Problem& p, const std::vector<u32>& tokens, Programs* programs,
   }
   programs->Prepare(preludes, threads);
   const Layers layers(p, most);
+  constexpr const char* kNames[] = {"3inst", "mcg", "mul1"};
   std::printf("\n%s %s K%d: us per layer, cold weights, graph of %u layers\n",
-              p.name.c_str(), p.codebook == 1 ? "mcg" : "other", p.bits[0],
-              Layers::kCount);
+              p.name.c_str(), kNames[p.codebook], p.bits[0], Layers::kCount);
   for (u32 m : tokens) {
     const double active = layers.ActiveExperts(p, m);
     const double bytes =
@@ -1595,9 +1593,9 @@ void Bench(const Problem& p, const std::vector<u32>& tokens, Programs* programs,
 
 // Axes worth timing for m tokens.
 std::vector<Axes> SweepAxes(const Problem& p, u32 m) {
-  std::vector<u32> tiles = {64, 128};
-  if (m <= 1024) tiles = {32, 64, 128};
-  if (m <= 256) tiles = {16, 32, 64};
+  std::vector<u32> tiles = {64, 96, 128};
+  if (m <= 1024) tiles = {48, 64, 96, 128};
+  if (m <= 256) tiles = {16, 32, 48};
   if (m <= 64) tiles = {8, 16, 32};
   if (m <= 16) tiles = {8, 16};
   if (m <= 4) tiles = {8};
@@ -1609,7 +1607,7 @@ std::vector<Axes> SweepAxes(const Problem& p, u32 m) {
           for (u32 s : {2u, 3u, 4u, 6u}) {
             const Axes a = {t, c, k, w, s, 1};
             // Shallow stages pay only where an operand tile is large.
-            if (IsLegal(p, a, 227 * 1024) && (k > 32 || t >= 64)) {
+            if (IsLegal(p, a, 227 * 1024) && (k > 32 || t >= 48)) {
               list.push_back(a);
             }
           }
@@ -1643,8 +1641,8 @@ void SweepSpeed(const Problem& p, const std::vector<u32>& tokens,
     std::vector<Axes> list = SweepAxes(p, m);
     for (const Axes& a : list) {
       for (const auto& [s1, s2] : splits) {
-        arena = std::max(arena,
-                         Plan(p, Same(a, s1, s2), m, modules).arena_bytes());
+        arena =
+            std::max(arena, Plan(p, Same(a, s1, s2), m, modules).arena_bytes());
       }
     }
     const Timing timing(layers, arena, m, p.hidden);
@@ -1682,7 +1680,7 @@ struct Options {
   std::string templates = "templates", nvrtc, filter, compile_only;
   bool quick = false, self_check = false, bench = true, correctness = true;
   bool sweep = false;
-  int threads = 0;
+  int threads = 0, codebook = 1, bits = 4;
   std::vector<u32> bench_tokens = {1, 4, 16, 64, 256, 1024, 4096};
 };
 
@@ -1700,6 +1698,10 @@ Options Parse(int argc, char** argv) {
       o.nvrtc = value(&i);
     } else if (a == "--filter") {
       o.filter = value(&i);
+    } else if (a == "--codebook") {
+      o.codebook = std::atoi(value(&i).c_str());
+    } else if (a == "--bits") {
+      o.bits = std::atoi(value(&i).c_str());
     } else if (a == "--threads") {
       o.threads = std::atoi(value(&i).c_str());
     } else if (a == "--compile-only") {
@@ -1812,6 +1814,8 @@ int Main(int argc, char** argv) {
     p.inter = 768;
     p.experts = 128;
     p.top_k = 8;
+    p.codebook = o.codebook;
+    p.bits = {o.bits, o.bits, o.bits};
     (o.sweep ? SweepSpeed : Bench)(p, o.bench_tokens, &programs, &modules,
                                    o.threads);
   }

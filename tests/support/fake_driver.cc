@@ -95,7 +95,7 @@ struct FakeDriverCalls {
   static int CtxPushCurrent(CUctx_st* context) {
     int result = kCudaSuccess;
     if (!fake().Enter("cuCtxPushCurrent", &result)) {
-      fake().stack_.push_back(context);
+      fake().context_stack.push_back(context);
     }
     return result;
   }
@@ -105,9 +105,9 @@ struct FakeDriverCalls {
   static int CtxPopCurrent(CUctx_st** context) {
     int result = kCudaSuccess;
     fake().Enter("cuCtxPopCurrent", &result);
-    if (fake().stack_.empty()) return kErrorInvalidContext;
-    *context = fake().stack_.back();
-    fake().stack_.pop_back();
+    if (fake().context_stack.empty()) return kErrorInvalidContext;
+    *context = fake().context_stack.back();
+    fake().context_stack.pop_back();
     return result;
   }
 
@@ -256,7 +256,7 @@ void FakeDriver::Reset() {
   modules_.clear();
   contexts_[0].device = 0;
   contexts_[1].device = 1;
-  stack_ = {&contexts_[0]};
+  context_stack = {&contexts_[0]};
   driver_version = 13000;
   device_attributes = {
       {runtime::kDeviceComputeCapabilityMajor, 9},

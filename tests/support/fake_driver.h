@@ -85,14 +85,16 @@ class FakeDriver {
   }
 
   size_t live_modules() const { return modules_.size(); }
-  CUctx_st* current() const { return stack_.empty() ? nullptr : stack_.back(); }
-  size_t stack_depth() const { return stack_.size(); }
+  CUctx_st* current() const {
+    return context_stack.empty() ? nullptr : context_stack.back();
+  }
+  size_t context_stackdepth() const { return context_stack.size(); }
   const CUfunc_st* Find(const std::string& kernel) const;
 
   // What the machine is.
   int driver_version = 13000;
   std::map<int, int> device_attributes;
-  std::vector<CUctx_st*> stack_;  // current context last; may be emptied
+  std::vector<CUctx_st*> context_stack;  // current one last; may be emptied
 
  private:
   friend struct FakeDriverCalls;

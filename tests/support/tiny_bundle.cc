@@ -194,6 +194,45 @@ BundleSection TinyCpuSection(const std::string& binary) {
   return section;
 }
 
+BundleSection ExampleSection() {
+  const Target target{.backend = Backend::kCuda, .level = 80,
+                      .arch_specific = false};
+  Kernel kernel;
+  kernel.entry = "run";
+  kernel.params = {{0, 8}, {8, 4}};
+  kernel.param_bytes = 12;
+  kernel.registers = 32;
+  BundleSection section;
+  section.target = target;
+  section.driver_version_min = 12040;
+  section.programs = {FakeProgram("example", target,
+                                  std::string("run 0:8 8:4\n") + '\0',
+                                  {kernel})};
+  PlanBody body;
+  body.template_name = "fused_moe.cuda";
+  body.template_version = 1;
+  body.assignment = {{"tile", 8}};
+  body.numerics_class = "f16";
+  body.tolerance = 0.5;
+  body.params = {{.name = "out", .dtype = "f32", .shape = "[m, H]",
+                  .output = true}};
+  Step step;
+  step.label = "moe";
+  step.entry = "run";
+  step.grid = {LaunchDim::Of({.mul = 1, .add = 0, .div = 8}),
+               LaunchDim::Constant(1), LaunchDim::Constant(1)};
+  step.block = {128, 1, 1};
+  step.args = {Arg::Param(0), Arg::Tokens()};
+  body.steps = {step};
+  BundleEntry entry;
+  entry.name = "moe";
+  entry.geometry = TinyGeometry();
+  entry.plans = {MakePlan(target, {1, 4}, body,
+                          {section.programs[0]->key.digest})};
+  section.entries = {entry};
+  return section;
+}
+
 kiln_bundle_t* OpenTiny(std::vector<BundleSection> sections) {
   const absl::StatusOr<std::string> bytes =
       WriteBundle(std::move(sections), {.allow_predicted = true});

@@ -29,6 +29,10 @@ BundleSection TinyCudaSection();
 inline constexpr uint32_t kTinyWidth = 24;
 BundleSection TinyCpuSection(const std::string& binary);
 
+// The bundle that runtime/bundle_format.md explains byte by byte: entry "moe"
+// for 1..4 tokens, one step, one program, target sm_80.
+BundleSection ExampleSection();
+
 // A program of target `target` with one kernel per line of `image`, which is in
 // the fake driver's form.
 std::shared_ptr<const Program> FakeProgram(const std::string& name,

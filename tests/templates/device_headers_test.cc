@@ -131,7 +131,7 @@ TEST(HalfTest, ArithmeticRoundsOnce) {
     // x * y has 22 bits above 2^-48 and z sits above 2^-24, so the 64-bit
     // significand loses a bit only where it cannot matter.
     if (x * y + z != 0) {
-      ASSERT_EQ(kd::hfma(a, b, c), NearestHalf(x * y + z)) 
+      ASSERT_EQ(kd::hfma(a, b, c), NearestHalf(x * y + z))
           << a << " " << b << " " << c;
     }
   }

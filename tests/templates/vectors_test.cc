@@ -107,8 +107,9 @@ std::vector<uint32_t> WindowStates(int bits,
 
 TEST(VectorsTest, TilesHaveTheListedStatesSymbolsAndValues) {
   const json file = testing::ReadJson(VectorsFolder() / "tiles.json");
-  const auto to_k = file.at("stream_position_to_k").get<std::vector<uint32_t>>();
-  const auto to_n = file.at("stream_position_to_n").get<std::vector<uint32_t>>();
+  using Map = std::vector<uint32_t>;
+  const Map to_k = file.at("stream_position_to_k").get<Map>();
+  const Map to_n = file.at("stream_position_to_n").get<Map>();
   ASSERT_EQ(to_k.size(), 256u);
   ASSERT_EQ(to_n.size(), 256u);
   for (uint32_t p = 0; p < 256; ++p) {
@@ -123,7 +124,8 @@ TEST(VectorsTest, TilesHaveTheListedStatesSymbolsAndValues) {
     ASSERT_EQ(halves.size(), static_cast<size_t>(16 * bits));
     std::vector<uint32_t> words(halves.size() / 2);
     for (size_t i = 0; i < words.size(); ++i) {
-      words[i] = halves[2 * i] | (static_cast<uint32_t>(halves[2 * i + 1]) << 16);
+      words[i] = halves[2 * i] |
+                 (static_cast<uint32_t>(halves[2 * i + 1]) << 16);
     }
     const auto states = WindowStates(bits, words);
     EXPECT_EQ(states, tile.at("states").get<std::vector<uint32_t>>());

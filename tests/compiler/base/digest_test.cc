@@ -105,7 +105,7 @@ TEST(DigestTest, RefusesOtherLengthsAndLetters) {
   EXPECT_THAT(Digest::FromHex(hex + "0"),
               StatusIs(absl::StatusCode::kInvalidArgument));
   EXPECT_THAT(
-      Digest::FromHex("g" + hex.substr(1)),
+      Digest::FromHex(absl::StrCat("g", hex.substr(1))),
       StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("no hex digit")));
   EXPECT_THAT(Digest::FromBytes("short"),
               StatusIs(absl::StatusCode::kInvalidArgument,

@@ -24,7 +24,7 @@ struct Inputs {
   RequestGeometry geometry = SampleGeometry();
   Interval interval{.m_min = 3, .m_max = 4};
   DeviceProfile device;
-  Digest space = Sha256("space");
+  CandidateSpace space;
 
   Inputs() {
     device.target = {.backend = Backend::kCuda, .level = 90};
@@ -33,6 +33,10 @@ struct Inputs {
     device.memory_gib = 144;
     device.l2_bytes = 50 << 20;
     device.driver_version = 13000;
+    space.templates = {{"fused_moe.a", 1, Sha256("a")},
+                       {"fused_moe.b", 1, Sha256("b")}};
+    space.toolchain = {"nvrtc", "13.0.88", Sha256("library")};
+    space.candidates_max = 16;
   }
 
   PlanKey Key() const { return MakePlanKey(geometry, interval, device, space); }
@@ -78,7 +82,21 @@ TEST(PlanKeyTest, EveryFieldMovesTheDigestAndIsNamedAlone) {
       {"device/mig", [](Inputs* i) { i->device.mig = "1g.18gb"; }},
       {"device/driver_version",
        [](Inputs* i) { i->device.driver_version = 13010; }},
-      {"candidate_space", [](Inputs* i) { i->space = Sha256("other"); }},
+      {"candidates/limit", [](Inputs* i) { i->space.candidates_max = 8; }},
+      {"candidates/fused_moe.a/version",
+       [](Inputs* i) { i->space.templates[0].version = 2; }},
+      {"candidates/fused_moe.a/sources",
+       [](Inputs* i) { i->space.templates[0].sources = Sha256("c"); }},
+      {"candidates/fused_moe.b/version",
+       [](Inputs* i) { i->space.templates[1].version = 2; }},
+      {"candidates/fused_moe.b/sources",
+       [](Inputs* i) { i->space.templates[1].sources = Sha256("c"); }},
+      {"candidates/compiler/name",
+       [](Inputs* i) { i->space.toolchain.name = "clang"; }},
+      {"candidates/compiler/version",
+       [](Inputs* i) { i->space.toolchain.version = "13.1"; }},
+      {"candidates/compiler/content",
+       [](Inputs* i) { i->space.toolchain.content = Sha256("other"); }},
   };
 
   const PlanKey base = Inputs().Key();
@@ -174,14 +192,16 @@ TEST(CandidateDigestTest, NamesForPeopleDoNotMoveIt) {
             CandidateDigest(plan.body, plan.programs));
 }
 
-TEST(CandidateSpaceDigestTest, IsAboutTheSetNotTheOrder) {
-  std::vector<Digest> candidates = {Sha256("a"), Sha256("b"), Sha256("c")};
-  const Digest base = CandidateSpaceDigest(candidates);
-  std::reverse(candidates.begin(), candidates.end());
-  EXPECT_EQ(CandidateSpaceDigest(candidates), base);
-  candidates.pop_back();
-  EXPECT_NE(CandidateSpaceDigest(candidates), base);
-  EXPECT_NE(CandidateSpaceDigest({}), base);
+TEST(PlanKeyTest, TheOrderOfTemplatesDoesNotMoveIt) {
+  Inputs inputs;
+  std::reverse(inputs.space.templates.begin(), inputs.space.templates.end());
+  EXPECT_EQ(inputs.Key(), Inputs().Key());
+}
+
+TEST(PlanKeyTest, OneTemplateMoreOrLessMovesIt) {
+  Inputs inputs;
+  inputs.space.templates.pop_back();
+  EXPECT_NE(inputs.Key(), Inputs().Key());
 }
 
 }  // namespace

@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""libkiln_runtime.so needs libc only, exports kiln.h only, and is small.
+
+    runtime_symbols_test.py SOURCE_ROOT libkiln_runtime.so
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT, LIBRARY = sys.argv[1], sys.argv[2]
+BYTES_MAX = 256 * 1024
+
+
+def run(*command):
+    return subprocess.run(command, check=True, capture_output=True,
+                          text=True).stdout
+
+
+def read(path):
+    with open(os.path.join(ROOT, path), encoding="utf-8") as handle:
+        return handle.read()
+
+
+class RuntimeSymbolsTest(unittest.TestCase):
+
+    def test_needs_libc_only(self):
+        needed = re.findall(r"\(NEEDED\).*\[(.*)\]",
+                            run("readelf", "-d", LIBRARY))
+        self.assertLessEqual(set(needed),
+                             {"libc.so.6", "ld-linux-x86-64.so.2"})
+        self.assertIn("libc.so.6", needed)
+
+    def exported(self):
+        lines = run("nm", "-D", "--defined-only", LIBRARY).splitlines()
+        names = {line.split()[-1].split("@")[0] for line in lines}
+        return names - {"KILN_1.0"}
+
+    def test_exports_are_the_list(self):
+        listed = set(re.findall(r"^\s+(kiln_\w+);", read("runtime/kiln.map"),
+                                re.MULTILINE))
+        self.assertEqual(self.exported(), listed)
+
+    def test_the_list_is_the_header(self):
+        declared = set(re.findall(r"^KILN_API [\w* ]*?(kiln_\w+)\(",
+                                  read("runtime/kiln.h"), re.MULTILINE))
+        self.assertGreater(len(declared), 20)
+        self.assertEqual(self.exported(), declared)
+
+    def test_is_small(self):
+        with tempfile.TemporaryDirectory() as folder:
+            stripped = os.path.join(folder, "stripped.so")
+            run("strip", "-o", stripped, LIBRARY)
+            self.assertLessEqual(os.path.getsize(stripped), BYTES_MAX)
+
+    def test_uses_no_cplusplus_library_and_no_environment(self):
+        undefined = run("nm", "-D", "--undefined-only", LIBRARY)
+        for banned in ("_Z", "__cxa_throw", "__gxx_personality", "getenv",
+                       "printf", "stderr", "stdout"):
+            self.assertNotRegex(undefined, rf"\b{banned}", banned)
+
+    def test_stack_is_not_executable(self):
+        stack = [line for line in
+                 run("readelf", "-lW", LIBRARY).splitlines()
+                 if "GNU_STACK" in line]
+        self.assertEqual(len(stack), 1)
+        self.assertIn("RW ", stack[0])
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1])

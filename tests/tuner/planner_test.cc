@@ -1,0 +1,353 @@
+#include "tuner/planner.h"
+
+#include <algorithm>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "compiler/spec/manifest.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "templates/fused_moe/op.h"
+#include "templates/registry.h"
+#include "tests/support/golden.h"
+#include "tests/support/status_matchers.h"
+
+namespace kiln {
+namespace {
+
+using testing::SourcePath;
+using testing::StatusIs;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+constexpr char const* kModels[] = {"deepseek-v3-tp8", "mixtral-8x7b",
+                                   "olmoe-1b-7b", "qwen3-30b-a3b"};
+constexpr char const* kTargets[] = {
+    "sm_80",           "sm_89",           "sm_90a",         "sm_100a",
+    "sm_120a",         "cpu-x86-64-v2",   "cpu-x86-64-v3",
+    "cpu-x86-64-v4"};
+
+const Toolchain kToolchain = {"test", "1.2.3", Sha256("compiler")};
+
+Target TargetNamed(const std::string& name) {
+  absl::StatusOr<Target> target = ParseTarget(name);
+  EXPECT_OK(target);
+  return *target;
+}
+
+// A CPU has as many threads as we say, whatever runs the test.
+DeviceProfile ProfileOf(const std::string& target) {
+  DeviceProfile profile = AssumedProfile(TargetNamed(target));
+  if (profile.target.backend == Backend::kCpu) profile.multiprocessors = 8;
+  return profile;
+}
+
+std::vector<PlannedRequest> RequestsOf(const std::string& model) {
+  const absl::StatusOr<Manifest> manifest =
+      ReadManifest(SourcePath("tests/data/models/" + model + ".json"));
+  EXPECT_OK(manifest);
+  absl::StatusOr<std::vector<PlannedRequest>> requests =
+      Canonicalize(*manifest, 0);
+  EXPECT_OK(requests);
+  return *std::move(requests);
+}
+
+RequestGeometry Qwen() { return RequestsOf("qwen3-30b-a3b")[0].geometry; }
+
+Plan PlanOf(const RequestGeometry& geometry, const Target& target,
+            const Interval& interval, const PlannedCandidate& candidate) {
+  Plan plan;
+  plan.geometry = geometry;
+  plan.target = target;
+  plan.interval = interval;
+  plan.body = candidate.body;
+  for (const ProgramKey& key : candidate.programs) {
+    plan.programs.push_back(key.digest);
+  }
+  return plan;
+}
+
+// Live token counts of an interval that are worth a look: edges and a few
+// inside.
+std::set<uint32_t> SizesOf(const Interval& interval) {
+  std::set<uint32_t> sizes = {interval.m_min, interval.m_max};
+  for (const uint32_t m : {1u, 2u, 3u, 7u, 17u, 100u, 1000u}) {
+    if (m >= interval.m_min && m <= interval.m_max) sizes.insert(m);
+  }
+  sizes.insert(interval.m_min + (interval.m_max - interval.m_min) / 2);
+  return sizes;
+}
+
+class EveryModelAndTargetTest
+    : public ::testing::TestWithParam<std::tuple<const char*, const char*>> {
+ protected:
+  const std::vector<PlannedRequest> requests_ =
+      RequestsOf(std::get<0>(GetParam()));
+  const DeviceProfile device_ = ProfileOf(std::get<1>(GetParam()));
+};
+
+TEST_P(EveryModelAndTargetTest, HasValidDistinctCandidatesForEveryInterval) {
+  const int limit = DefaultCandidatesMax(device_.target.backend);
+  for (const PlannedRequest& request : requests_) {
+    Planner planner(request.geometry, device_, kToolchain, limit);
+    std::set<Digest> keys;
+    for (const Interval& interval : request.intervals) {
+      SCOPED_TRACE(interval.m_max);
+      EXPECT_TRUE(keys.insert(planner.KeyOf(interval).digest).second)
+          << "two intervals share a key";
+      ASSERT_OK_AND_ASSIGN(const IntervalPlan plan, planner.Plan(interval));
+      EXPECT_EQ(plan.interval, interval);
+      ASSERT_GE(plan.candidates.size(), 2u) << "there is nothing to race";
+      EXPECT_LE(plan.candidates.size(), static_cast<size_t>(limit));
+      std::set<Digest> digests;
+      std::set<std::string> labels;
+      for (const PlannedCandidate& candidate : plan.candidates) {
+        SCOPED_TRACE(candidate.body.Label());
+        EXPECT_TRUE(digests.insert(candidate.digest).second);
+        EXPECT_TRUE(labels.insert(candidate.body.Label()).second);
+        ASSERT_OK(ValidatePlan(PlanOf(request.geometry, device_.target,
+                                      interval, candidate)));
+        EXPECT_EQ(candidate.body.template_name,
+                  candidate.kernel_template->name());
+        EXPECT_GT(candidate.body.tolerance, 0);
+        EXPECT_NE(candidate.body.numerics_class, "");
+        EXPECT_EQ(candidate.body.params,
+                  FusedMoeParams(request.geometry));
+      }
+    }
+  }
+}
+
+TEST_P(EveryModelAndTargetTest, LaunchesFitTheDeviceAtEveryLiveSize) {
+  const bool cuda = device_.target.backend == Backend::kCuda;
+  const int limit = DefaultCandidatesMax(device_.target.backend);
+  for (const PlannedRequest& request : requests_) {
+    Planner planner(request.geometry, device_, kToolchain, limit);
+    for (const Interval& interval : request.intervals) {
+      ASSERT_OK_AND_ASSIGN(const IntervalPlan plan, planner.Plan(interval));
+      for (const PlannedCandidate& candidate : plan.candidates) {
+        for (const Step& step : candidate.body.steps) {
+          SCOPED_TRACE(candidate.body.Label() + " " + step.label);
+          for (const uint32_t m : SizesOf(interval)) {
+            const uint64_t x = step.grid[0].Evaluate(m);
+            const uint64_t y = step.grid[1].Evaluate(m);
+            const uint64_t z = step.grid[2].Evaluate(m);
+            EXPECT_GE(x, 1u) << m;
+            EXPECT_GE(y, 1u) << m;
+            EXPECT_GE(z, 1u) << m;
+            EXPECT_LE(x, 0x7FFFFFFFu) << m;
+            EXPECT_LE(y, 65535u) << m;
+            EXPECT_LE(z, 65535u) << m;
+          }
+          const uint32_t threads =
+              step.block[0] * step.block[1] * step.block[2];
+          EXPECT_LE(threads, cuda ? 1024u : 1u);
+          EXPECT_LE(step.dynamic_shared_bytes,
+                    cuda ? device_.shared_bytes_max : 0);
+          EXPECT_EQ(candidate.body.cpu_threads > 0, !cuda);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(EveryModelAndTargetTest, EqualInputsGiveEqualPlans) {
+  const PlannedRequest& request = requests_.front();
+  const Interval& interval = request.intervals.back();
+  Planner first(request.geometry, device_, kToolchain, 5);
+  Planner second(request.geometry, device_, kToolchain, 5);
+  // Other work before must not matter.
+  ASSERT_OK(second.Plan(request.intervals.front()));
+  ASSERT_OK_AND_ASSIGN(const IntervalPlan a, first.Plan(interval));
+  ASSERT_OK_AND_ASSIGN(const IntervalPlan b, second.Plan(interval));
+  EXPECT_EQ(first.KeyOf(interval), second.KeyOf(interval));
+  ASSERT_EQ(a.candidates.size(), b.candidates.size());
+  for (size_t i = 0; i < a.candidates.size(); ++i) {
+    EXPECT_EQ(a.candidates[i].digest, b.candidates[i].digest);
+    EXPECT_EQ(a.candidates[i].body, b.candidates[i].body);
+    EXPECT_EQ(a.candidates[i].programs, b.candidates[i].programs);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Models, EveryModelAndTargetTest,
+    ::testing::Combine(::testing::ValuesIn(kModels),
+                       ::testing::ValuesIn(kTargets)),
+    [](const auto& info) {
+      std::string name = std::string(std::get<0>(info.param)) + "_" +
+                         std::get<1>(info.param);
+      for (char& c : name) {
+        if (c == '-') c = '_';
+      }
+      return name;
+    });
+
+TEST(PlannerTest, ASmallerLimitIsAPrefixOfALargerOne) {
+  for (const char* target : {"sm_90a", "cpu-x86-64-v3"}) {
+    const Interval interval = {33, 64};
+    ASSERT_OK_AND_ASSIGN(
+        const IntervalPlan all,
+        Planner(Qwen(), ProfileOf(target), kToolchain, 100000).Plan(interval));
+    EXPECT_EQ(all.left_out, 0u);
+    for (const int limit : {1, 2, 7, 16}) {
+      ASSERT_OK_AND_ASSIGN(
+          const IntervalPlan some,
+          Planner(Qwen(), ProfileOf(target), kToolchain, limit).Plan(interval));
+      ASSERT_EQ(some.candidates.size(), static_cast<size_t>(limit));
+      EXPECT_EQ(some.left_out + some.candidates.size(), all.candidates.size())
+          << "what was left out is counted";
+      for (size_t i = 0; i < some.candidates.size(); ++i) {
+        EXPECT_EQ(some.candidates[i].digest, all.candidates[i].digest) << i;
+      }
+    }
+  }
+}
+
+TEST(PlannerTest, EveryPointIsLegalRejectedWithAReasonOrLeftOut) {
+  ASSERT_OK_AND_ASSIGN(
+      const IntervalPlan plan,
+      Planner(Qwen(), ProfileOf("sm_89"), kToolchain, 3).Plan({1, 1}));
+  // The axes of the CUDA template: 5 x 3 x 3 x 2 x 4 x 4 x 3.
+  size_t points = plan.candidates.size() + plan.left_out;
+  std::set<std::string> reasons;
+  for (const RejectedPoints& reject : plan.rejects) {
+    EXPECT_GE(reject.count, 1u);
+    EXPECT_NE(reject.reason, "");
+    EXPECT_TRUE(reasons.insert(reject.reason).second) << reject.reason;
+    points += reject.count;
+  }
+  EXPECT_EQ(points, 5u * 3 * 3 * 2 * 4 * 4 * 3);
+  EXPECT_FALSE(plan.rejects.empty());
+}
+
+// Capacities share programs: an interval must not enter a source.
+TEST(PlannerTest, ProgramsDoNotDependOnTheInterval) {
+  for (const char* target : {"sm_90a", "cpu-x86-64-v3"}) {
+    Planner planner(Qwen(), ProfileOf(target), kToolchain, 100000);
+    ASSERT_OK_AND_ASSIGN(const IntervalPlan small, planner.Plan({1, 1}));
+    // Another planner, so that nothing is remembered.
+    Planner other(Qwen(), ProfileOf(target), kToolchain, 100000);
+    ASSERT_OK_AND_ASSIGN(const IntervalPlan large, other.Plan({2049, 4096}));
+    std::map<Assignment, std::vector<ProgramKey>> programs;
+    for (const PlannedCandidate& candidate : small.candidates) {
+      programs[candidate.body.assignment] = candidate.programs;
+    }
+    ASSERT_EQ(small.candidates.size(), large.candidates.size());
+    for (const PlannedCandidate& candidate : large.candidates) {
+      ASSERT_TRUE(programs.contains(candidate.body.assignment));
+      EXPECT_EQ(programs[candidate.body.assignment], candidate.programs);
+    }
+  }
+}
+
+TEST(PlannerTest, TheArenaDependsOnTheCapacityAlone) {
+  for (const char* target : {"sm_90a", "cpu-x86-64-v3"}) {
+    Planner planner(Qwen(), ProfileOf(target), kToolchain, 100000);
+    ASSERT_OK_AND_ASSIGN(const IntervalPlan narrow, planner.Plan({64, 64}));
+    ASSERT_OK_AND_ASSIGN(const IntervalPlan wide, planner.Plan({1, 64}));
+    ASSERT_OK_AND_ASSIGN(const IntervalPlan larger, planner.Plan({1, 65}));
+    const auto arenas = [](const IntervalPlan& plan) {
+      std::map<Assignment, ArenaLayout> result;
+      for (const PlannedCandidate& candidate : plan.candidates) {
+        result[candidate.body.assignment] = candidate.body.arena;
+      }
+      return result;
+    };
+    EXPECT_EQ(arenas(narrow), arenas(wide));
+    const auto more = arenas(larger);
+    for (const auto& [assignment, arena] : arenas(wide)) {
+      EXPECT_LE(arena.bytes, more.at(assignment).bytes);
+      EXPECT_GT(arena.bytes, 0u);
+    }
+  }
+}
+
+TEST(PlannerTest, KeysMoveWithWhatDecidesTheRace) {
+  const Interval interval = {1, 8};
+  const auto key = [&](const RequestGeometry& geometry,
+                       const DeviceProfile& device, const Toolchain& toolchain,
+                       int limit, const Interval& at) {
+    return Planner(geometry, device, toolchain, limit).KeyOf(at).digest;
+  };
+  const RequestGeometry geometry = Qwen();
+  const DeviceProfile device = ProfileOf("sm_90a");
+  std::set<Digest> keys = {key(geometry, device, kToolchain, 4, interval)};
+  const auto expect_new = [&keys](const Digest& digest, const char* what) {
+    EXPECT_TRUE(keys.insert(digest).second) << what << " does not move the key";
+  };
+  expect_new(key(geometry, device, kToolchain, 5, interval), "the limit");
+  expect_new(key(geometry, device, kToolchain, 4, {2, 8}), "m_min");
+  expect_new(key(geometry, device, kToolchain, 4, {1, 9}), "m_max");
+  Toolchain toolchain = kToolchain;
+  toolchain.content = Sha256("another compiler");
+  expect_new(key(geometry, device, toolchain, 4, interval), "the compiler");
+  expect_new(key(geometry, ProfileOf("sm_90"), kToolchain, 4, interval),
+             "sm_90 for sm_90a");
+  DeviceProfile slower = device;
+  slower.multiprocessors = 114;
+  expect_new(key(geometry, slower, kToolchain, 4, interval), "the SM count");
+  RequestGeometry other = geometry;
+  other.id_dtype = DType::kI64;
+  expect_new(key(other, device, kToolchain, 4, interval), "the id dtype");
+  // And not with what does not.
+  DeviceProfile renamed = device;
+  renamed.name = "another name";
+  EXPECT_EQ(key(geometry, renamed, kToolchain, 4, interval),
+            key(geometry, device, kToolchain, 4, interval));
+}
+
+TEST(PlannerTest, NamesTheRulesWhenNoPointIsLegal) {
+  DeviceProfile device = ProfileOf("sm_90a");
+  device.shared_bytes_max = 1024;
+  EXPECT_THAT(Planner(Qwen(), device, kToolchain, 4).Plan({9, 16}),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       AllOf(HasSubstr("no candidate is legal"),
+                             HasSubstr("m 9..16"), HasSubstr("sm_90a"),
+                             HasSubstr("shared memory"))));
+}
+
+TEST(PlannerTest, SaysSoWhenNoTemplateServesTheTarget) {
+  DeviceProfile device = ProfileOf("sm_80");
+  device.target.level = 75;
+  EXPECT_THAT(Planner(Qwen(), device, kToolchain, 4).Plan({1, 1}),
+              StatusIs(absl::StatusCode::kUnimplemented,
+                       AllOf(HasSubstr("no template serves"),
+                             HasSubstr("sm_75"), HasSubstr("sm_80 and later"))));
+}
+
+// The largest geometry a manifest may name: every number must still fit, or the
+// point must be rejected by a rule.
+TEST(PlannerTest, TheLimitsOfAManifestDoNotOverflow) {
+  RequestGeometry geometry = Qwen();
+  geometry.hidden = kHiddenMax;
+  geometry.intermediate = kIntermediateMax;
+  geometry.experts = kExpertsMax;
+  geometry.top_k = kTopKMax;
+  geometry.weights.bits = {.gate = 8, .up = 8, .down = 8};
+  const Interval interval = {1, static_cast<uint32_t>(kCapacityMax)};
+  for (const char* target : {"sm_90a", "cpu-x86-64-v4"}) {
+    SCOPED_TRACE(target);
+    const DeviceProfile device = ProfileOf(target);
+    const absl::StatusOr<IntervalPlan> plan =
+        Planner(geometry, device, kToolchain, 100000).Plan(interval);
+    if (!plan.ok()) {
+      EXPECT_THAT(plan, StatusIs(absl::StatusCode::kFailedPrecondition));
+      continue;
+    }
+    for (const PlannedCandidate& candidate : plan->candidates) {
+      SCOPED_TRACE(candidate.body.Label());
+      ASSERT_OK(ValidatePlan(
+          PlanOf(geometry, device.target, interval, candidate)));
+      for (const Step& step : candidate.body.steps) {
+        EXPECT_LE(step.grid[0].Evaluate(interval.m_max), 0x7FFFFFFFu)
+            << step.label;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kiln

@@ -1,0 +1,557 @@
+// The whole flow on the CPU target: a small manifest, a real compiler, a real
+// race, a real cache in a scratch folder.
+
+#include "tuner/prewarm.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "compiler/bundle_writer.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/golden.h"
+#include "tests/support/status_matchers.h"
+#include "tests/tuner/cpu_programs.h"
+#include "tuner/freeze.h"
+
+extern char** environ;
+
+namespace kiln {
+namespace {
+
+using testing::CcCpuPath;
+using testing::CompileUnits;
+using testing::ReadTestFile;
+using testing::ScratchFolder;
+using testing::StatusIs;
+using testing::WhyNoCcCpu;
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr char kManifest[] = R"({
+ "schema": "kiln.model/1", "name": "Small",
+ "requests": [
+  {"name": "moe", "op": "fused_moe", "layers": 2,
+   "hidden": 256, "intermediate": 128, "experts": 4, "top_k": 2,
+   "activation": "silu", "io_dtype": "bf16", "id_dtype": "i64",
+   "weights": {"format": "exl3", "codebook": "mcg", "bits": 4},
+   "recipe": "w4a16", "capacities": [1, 4]},
+  {"name": "moe_late", "op": "fused_moe", "layers": [2, 5],
+   "hidden": 256, "intermediate": 128, "experts": 4, "top_k": 2,
+   "activation": "silu", "io_dtype": "bf16", "id_dtype": "i64",
+   "weights": {"format": "exl3", "codebook": "mcg", "bits": 4},
+   "recipe": "w4a16", "capacities": [1, 4]}]})";
+
+class Notes : public ProgressSink {
+ public:
+  void Update(Stage stage, size_t done, size_t total,
+              const std::string&) override {
+    EXPECT_LE(done, total) << StageName(stage);
+  }
+
+  void Note(const std::string& line) override { lines.push_back(line); }
+
+  std::vector<std::string> lines;
+};
+
+Manifest SmallManifest(const std::string& text = kManifest) {
+  absl::StatusOr<Manifest> manifest = ParseManifest(text, "small.json");
+  EXPECT_OK(manifest);
+  return manifest.ok() ? *std::move(manifest) : Manifest();
+}
+
+PrewarmOptions SmallOptions() {
+  PrewarmOptions options;
+  absl::StatusOr<Target> target = HostCpuTarget();
+  EXPECT_OK(target);
+  options.targets = {*target};
+  options.candidates_max = 2;
+  options.jobs = 2;
+  options.race_seconds_max = 0.05;
+  options.toolchain = [](Backend, ProbeMemo* memo) {
+    return ProbeCcCpu(CcCpuPath(), memo);
+  };
+  return options;
+}
+
+absl::StatusOr<PrewarmReport> RunPrewarm(const std::string& folder,
+                                         const PrewarmOptions& options,
+                                         CacheMode mode = CacheMode::kReadWrite,
+                                         Notes* notes = nullptr,
+                                         const std::string& text = kManifest) {
+  absl::StatusOr<PlanCache> cache = PlanCache::Open(folder, mode);
+  if (!cache.ok()) return cache.status();
+  Notes own;
+  return Prewarm(SmallManifest(text), options, &*cache,
+                 notes != nullptr ? notes : &own);
+}
+
+absl::StatusOr<FreezeResult> RunFreeze(const std::string& folder,
+                                       const PrewarmOptions& options,
+                                       bool allow_predicted = false,
+                                       CacheMode mode = CacheMode::kReadWrite,
+                                       const std::string& text = kManifest) {
+  absl::StatusOr<PlanCache> cache = PlanCache::Open(folder, mode);
+  if (!cache.ok()) return cache.status();
+  return Freeze(SmallManifest(text), options, allow_predicted, &*cache);
+}
+
+// Every file under a folder with its bytes.
+std::map<std::string, std::string> Contents(const std::string& folder) {
+  std::map<std::string, std::string> files;
+  for (const auto& entry :
+       std::filesystem::recursive_directory_iterator(folder)) {
+    files[entry.path().lexically_relative(folder).string()] =
+        entry.is_regular_file() ? ReadTestFile(entry.path().string()) : "";
+  }
+  return files;
+}
+
+std::vector<Plan> PlansOf(const PrewarmReport& report) {
+  std::vector<Plan> plans;
+  for (const IntervalReport& row : report.intervals) {
+    EXPECT_TRUE(row.plan.has_value()) << row.problem;
+    if (row.plan.has_value()) plans.push_back(*row.plan);
+  }
+  return plans;
+}
+
+class PrewarmTest : public ::testing::Test {
+ protected:
+  // One cold run serves all tests that only read its cache.
+  static void SetUpTestSuite() {
+    if (!WhyNoCcCpu().empty()) return;
+    warm_ = new ScratchFolder;
+    absl::StatusOr<PrewarmReport> report =
+        RunPrewarm(warm_->path(), SmallOptions());
+    ASSERT_OK(report);
+    cold_ = new PrewarmReport(*std::move(report));
+  }
+
+  static void TearDownTestSuite() {
+    delete warm_;
+    delete cold_;
+    warm_ = nullptr;
+    cold_ = nullptr;
+  }
+
+  void SetUp() override {
+    if (const std::string why = WhyNoCcCpu(); !why.empty()) GTEST_SKIP() << why;
+    ASSERT_NE(cold_, nullptr) << "the cold run failed";
+  }
+
+  static ScratchFolder* warm_;
+  static PrewarmReport* cold_;
+};
+
+ScratchFolder* PrewarmTest::warm_ = nullptr;
+PrewarmReport* PrewarmTest::cold_ = nullptr;
+
+TEST_F(PrewarmTest, AColdRunCompilesVerifiesRacesAndStores) {
+  EXPECT_TRUE(cold_->complete);
+  EXPECT_EQ(cold_->requests, 2u);
+  ASSERT_EQ(cold_->intervals.size(), 2u) << "equal geometries share intervals";
+  EXPECT_EQ(cold_->winners, 2u);
+  EXPECT_EQ(cold_->predicted, 0u);
+  EXPECT_EQ(cold_->rejects, 0u);
+  EXPECT_EQ(cold_->programs_reused, 0u);
+  EXPECT_GE(cold_->programs_compiled, 2u);
+  EXPECT_GT(cold_->launches, 20u);
+  EXPECT_GT(cold_->compile_cpu_seconds, 0);
+  for (const char* key : {"resolve", "lookup", "enumerate", "compile", "race",
+                          "total"}) {
+    EXPECT_TRUE(cold_->seconds.contains(key)) << key;
+  }
+  for (const IntervalReport& row : cold_->intervals) {
+    EXPECT_FALSE(row.reused);
+    EXPECT_EQ(row.candidates, 2u);
+    EXPECT_THAT(row.names, ::testing::ElementsAre("moe", "moe_late"));
+    ASSERT_TRUE(row.plan.has_value());
+    EXPECT_OK(ValidatePlan(*row.plan));
+    const Evidence& evidence = row.plan->evidence;
+    EXPECT_EQ(evidence.state, PlanState::kMeasured);
+    EXPECT_GT(evidence.median_ns, 0);
+    EXPECT_GE(evidence.samples, 5u);
+    EXPECT_EQ(evidence.candidates, 2u);
+    EXPECT_GT(evidence.worst_error, 0);
+    EXPECT_LE(evidence.worst_error, row.plan->body.tolerance);
+  }
+}
+
+TEST_F(PrewarmTest, StoresEveryCandidatesEvidence) {
+  ASSERT_OK_AND_ASSIGN(PlanCache cache, PlanCache::Open(warm_->path(),
+                                                        CacheMode::kReadOnly));
+  ASSERT_OK_AND_ASSIGN(const std::vector<StoredPlan> plans, cache.ListPlans());
+  ASSERT_EQ(plans.size(), 2u);
+  for (const StoredPlan& stored : plans) {
+    ASSERT_OK_AND_ASSIGN(const std::vector<Measurement> evidence,
+                         cache.LoadMeasurements(stored.key.digest));
+    ASSERT_EQ(evidence.size(), 2u);
+    int won = 0;
+    for (const Measurement& measurement : evidence) {
+      EXPECT_FALSE(measurement.samples.empty()) << measurement.label;
+      won += measurement.verdict == Verdict::kWon ? 1 : 0;
+      if (measurement.verdict == Verdict::kWon) {
+        EXPECT_EQ(measurement.label, stored.plan.body.Label());
+        EXPECT_EQ(measurement.regret, 0);
+        EXPECT_EQ(measurement.samples.size(), stored.plan.evidence.samples);
+      }
+    }
+    EXPECT_EQ(won, 1);
+  }
+}
+
+TEST_F(PrewarmTest, ASecondRunCompilesNothingLaunchesNothingAndAgrees) {
+  const auto before = Contents(warm_->path());
+  ASSERT_OK_AND_ASSIGN(const PrewarmReport second,
+                       RunPrewarm(warm_->path(), SmallOptions()));
+  EXPECT_TRUE(second.complete);
+  EXPECT_EQ(second.programs_compiled, 0u);
+  EXPECT_EQ(second.launches, 0u);
+  EXPECT_EQ(PlansOf(second), PlansOf(*cold_));
+  for (const IntervalReport& row : second.intervals) EXPECT_TRUE(row.reused);
+  EXPECT_EQ(Contents(warm_->path()), before) << "nothing was to be stored";
+}
+
+TEST_F(PrewarmTest, AReadOnlyCacheAnswersAndIsNotTouched) {
+  const auto before = Contents(warm_->path());
+  ASSERT_OK_AND_ASSIGN(
+      const PrewarmReport second,
+      RunPrewarm(warm_->path(), SmallOptions(), CacheMode::kReadOnly));
+  EXPECT_TRUE(second.complete);
+  EXPECT_EQ(second.launches, 0u);
+  EXPECT_EQ(PlansOf(second), PlansOf(*cold_));
+  EXPECT_OK(
+      RunFreeze(warm_->path(), SmallOptions(), false, CacheMode::kReadOnly));
+  EXPECT_EQ(Contents(warm_->path()), before);
+}
+
+TEST_F(PrewarmTest, WorkForAReadOnlyCacheIsRefusedAndLeavesNoTrace) {
+  ScratchFolder scratch;
+  const std::string folder = scratch.File("absent");
+  EXPECT_THAT(RunPrewarm(folder, SmallOptions(), CacheMode::kReadOnly),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("read-only")));
+  EXPECT_FALSE(std::filesystem::exists(folder));
+}
+
+TEST_F(PrewarmTest, WithoutACacheEverythingStillWorks) {
+  PrewarmOptions options = SmallOptions();
+  options.candidates_max = 1;
+  options.capacity_max = 1;
+  ASSERT_OK_AND_ASSIGN(const PrewarmReport report,
+                       RunPrewarm("", options, CacheMode::kOff));
+  EXPECT_TRUE(report.complete);
+  EXPECT_EQ(report.intervals.size(), 1u) << "capacity 4 is above the limit";
+  EXPECT_EQ(report.winners, 1u);
+}
+
+TEST_F(PrewarmTest, FreezingTwiceGivesTheSameBytes) {
+  ASSERT_OK_AND_ASSIGN(const FreezeResult first,
+                       RunFreeze(warm_->path(), SmallOptions()));
+  ASSERT_OK_AND_ASSIGN(const FreezeResult second,
+                       RunFreeze(warm_->path(), SmallOptions()));
+  EXPECT_EQ(first.bytes, second.bytes);
+  EXPECT_EQ(first.root, second.root);
+  EXPECT_THAT(BundleRoot(first.bytes), testing::IsOkAndHolds(first.root));
+  EXPECT_EQ(first.entries, 2u);
+  EXPECT_EQ(first.plans, 2u);
+  EXPECT_EQ(first.predicted, 0u);
+  EXPECT_GE(first.programs, 1u);
+}
+
+TEST_F(PrewarmTest, ACopiedCacheFreezesToTheSameBytes) {
+  ASSERT_OK_AND_ASSIGN(const FreezeResult first,
+                       RunFreeze(warm_->path(), SmallOptions()));
+  ScratchFolder scratch;
+  const std::string copy = scratch.File("another folder");
+  std::filesystem::copy(warm_->path(), copy,
+                        std::filesystem::copy_options::recursive);
+  ASSERT_OK_AND_ASSIGN(const FreezeResult second,
+                       RunFreeze(copy, SmallOptions()));
+  EXPECT_EQ(first.bytes, second.bytes);
+}
+
+TEST_F(PrewarmTest, TheOrderOfTheManifestDoesNotMoveTheBundle) {
+  ASSERT_OK_AND_ASSIGN(const FreezeResult first,
+                       RunFreeze(warm_->path(), SmallOptions()));
+  // The two requests change names, and so places.
+  const std::string swapped = absl::StrReplaceAll(
+      kManifest, {{"\"moe\"", "\"moe_late\""}, {"\"moe_late\"", "\"moe\""}});
+  ASSERT_OK_AND_ASSIGN(const FreezeResult second,
+                       RunFreeze(warm_->path(), SmallOptions(), false,
+                                 CacheMode::kReadWrite, swapped));
+  EXPECT_EQ(first.bytes, second.bytes);
+}
+
+TEST_F(PrewarmTest, FreezeNamesTheIntervalThatIsMissing) {
+  const std::string more =
+      absl::StrReplaceAll(kManifest, {{"[1, 4]", "[1, 4, 6]"}});
+  EXPECT_THAT(RunFreeze(warm_->path(), SmallOptions(), false,
+                        CacheMode::kReadWrite, more),
+              StatusIs(absl::StatusCode::kNotFound,
+                       AllOf(HasSubstr("moe,moe_late m 5..6"),
+                             HasSubstr("kiln prewarm"))));
+}
+
+TEST_F(PrewarmTest, OnlyTheMissingIntervalsAreWorkedOn) {
+  ScratchFolder scratch;
+  std::filesystem::copy(warm_->path(), scratch.path(),
+                        std::filesystem::copy_options::recursive);
+  const std::string more =
+      absl::StrReplaceAll(kManifest, {{"[1, 4]", "[1, 4, 6]"}});
+  ASSERT_OK_AND_ASSIGN(
+      const PrewarmReport report,
+      RunPrewarm(scratch.path(), SmallOptions(), CacheMode::kReadWrite, nullptr,
+                 more));
+  ASSERT_EQ(report.intervals.size(), 3u);
+  EXPECT_TRUE(report.intervals[0].reused);
+  EXPECT_TRUE(report.intervals[1].reused);
+  EXPECT_FALSE(report.intervals[2].reused);
+  EXPECT_TRUE(report.complete);
+}
+
+TEST_F(PrewarmTest, CompileOnlyPredictsAndFreezeRefusesIt) {
+  ScratchFolder scratch;
+  PrewarmOptions options = SmallOptions();
+  options.compile_only = true;
+  options.candidates_max = 1;
+  ASSERT_OK_AND_ASSIGN(const PrewarmReport report,
+                       RunPrewarm(scratch.path(), options));
+  EXPECT_TRUE(report.complete);
+  EXPECT_EQ(report.launches, 0u);
+  EXPECT_EQ(report.winners, 0u);
+  EXPECT_EQ(report.predicted, 2u);
+  for (const Plan& plan : PlansOf(report)) {
+    EXPECT_EQ(plan.evidence.state, PlanState::kPredicted);
+    EXPECT_EQ(plan.evidence.median_ns, 0);
+    EXPECT_EQ(plan.evidence.samples, 0u);
+  }
+  EXPECT_THAT(RunFreeze(scratch.path(), options),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       AllOf(HasSubstr("predicted"),
+                             HasSubstr("--allow-predicted"))));
+  ASSERT_OK_AND_ASSIGN(const FreezeResult frozen,
+                       RunFreeze(scratch.path(), options, true));
+  EXPECT_EQ(frozen.predicted, frozen.plans);
+
+  // Nothing that was only predicted answers for a device that is here.
+  options.compile_only = false;
+  EXPECT_THAT(RunFreeze(scratch.path(), options, true),
+              StatusIs(absl::StatusCode::kNotFound));
+  ASSERT_OK_AND_ASSIGN(const PrewarmReport raced,
+                       RunPrewarm(scratch.path(), options));
+  EXPECT_EQ(raced.winners, 2u);
+  EXPECT_EQ(raced.predicted, 0u);
+}
+
+TEST_F(PrewarmTest, StopsWhereItIsTold) {
+  ScratchFolder scratch;
+  PrewarmOptions options = SmallOptions();
+  options.capacity_max = 1;
+  options.candidates_max = 1;
+  for (const Stage stage : {Stage::kResolve, Stage::kLookUp, Stage::kEnumerate,
+                            Stage::kCompile}) {
+    options.stop_after = stage;
+    ASSERT_OK_AND_ASSIGN(const PrewarmReport report,
+                         RunPrewarm(scratch.path(), options));
+    EXPECT_EQ(report.stopped_after, stage);
+    EXPECT_FALSE(report.complete);
+    EXPECT_EQ(report.launches, 0u);
+    EXPECT_EQ(report.winners + report.predicted, 0u);
+    EXPECT_EQ(report.programs_compiled, stage == Stage::kCompile ? 1u : 0u);
+  }
+  options.stop_after.reset();
+  ASSERT_OK_AND_ASSIGN(const PrewarmReport report,
+                       RunPrewarm(scratch.path(), options));
+  EXPECT_EQ(report.programs_compiled, 0u) << "the program was stored";
+  EXPECT_EQ(report.winners, 1u);
+}
+
+TEST(StageTest, NamesRoundTrip) {
+  for (const Stage stage : {Stage::kResolve, Stage::kLookUp, Stage::kEnumerate,
+                            Stage::kCompile, Stage::kRace}) {
+    EXPECT_EQ(ParseStage(StageName(stage)), stage);
+  }
+  EXPECT_EQ(ParseStage(""), std::nullopt);
+  EXPECT_EQ(ParseStage("Race"), std::nullopt);
+}
+
+TEST(PrewarmErrorTest, AMissingCompilerIsOneClearError) {
+  PrewarmOptions options = SmallOptions();
+  options.toolchain = [](Backend, ProbeMemo* memo) {
+    return ProbeCcCpu("/nonexistent/kiln-cc-cpu", memo);
+  };
+  ScratchFolder scratch;
+  const absl::Status status = RunPrewarm(scratch.path(), options).status();
+  EXPECT_THAT(status,
+              StatusIs(absl::StatusCode::kUnavailable,
+                       AllOf(HasSubstr("no compiler for cpu-x86-64-v"),
+                             HasSubstr("/nonexistent/kiln-cc-cpu"),
+                             HasSubstr("kiln doctor"))));
+  EXPECT_EQ(std::string(status.message()).find('\n'), std::string::npos);
+  // For freeze too, and there it must not look like a plan that is missing.
+  EXPECT_THAT(RunFreeze(scratch.path(), options),
+              StatusIs(absl::StatusCode::kUnavailable));
+}
+
+TEST_F(PrewarmTest, ACompileThatTakesTooLongIsARejectAndTriedAgainLater) {
+  ScratchFolder scratch;
+  PrewarmOptions options = SmallOptions();
+  options.candidates_max = 1;
+  options.capacity_max = 1;
+  options.compile_seconds_max = 0.001;
+  Notes notes;
+  ASSERT_OK_AND_ASSIGN(const PrewarmReport hurried,
+                       RunPrewarm(scratch.path(), options,
+                                  CacheMode::kReadWrite, &notes));
+  EXPECT_FALSE(hurried.complete);
+  EXPECT_EQ(hurried.rejects, 1u);
+  EXPECT_EQ(hurried.winners, 0u);
+  EXPECT_NE(hurried.intervals[0].problem, "");
+  EXPECT_THAT(notes.lines, Contains(HasSubstr("rejected fused_moe/cpu.cc")));
+  EXPECT_THAT(RunFreeze(scratch.path(), options),
+              StatusIs(absl::StatusCode::kNotFound));
+
+  options.compile_seconds_max = 120;
+  ASSERT_OK_AND_ASSIGN(const PrewarmReport patient,
+                       RunPrewarm(scratch.path(), options));
+  EXPECT_TRUE(patient.complete) << patient.intervals[0].problem;
+}
+
+// A program that compiled but computes something else: planted in the cache
+// under the right key, as a broken compiler would leave it.
+TEST_F(PrewarmTest, AWrongProgramIsRejectedOnceAndNeverRunAgain) {
+  PrewarmOptions options = SmallOptions();
+  options.candidates_max = 1;
+  options.capacity_max = 1;
+  ScratchFolder scratch;
+  {
+    ASSERT_OK_AND_ASSIGN(
+        PlanCache cache,
+        PlanCache::Open(scratch.path(), CacheMode::kReadWrite));
+    ASSERT_OK_AND_ASSIGN(const TargetContext context,
+                         ResolveTarget(options.targets[0], options, &cache));
+    ASSERT_OK_AND_ASSIGN(const std::vector<PlannedRequest> requests,
+                         Canonicalize(SmallManifest(), options.capacity_max));
+    const std::vector<ResolvedInterval> intervals =
+        ResolveIntervals(requests, {context}, options);
+    ASSERT_EQ(intervals.size(), 1u);
+    ASSERT_OK_AND_ASSIGN(const IntervalPlan plan,
+                         intervals[0].planner->Plan(intervals[0].interval));
+    const PlannedCandidate& candidate = plan.candidates.at(0);
+    SourceUnit unit = candidate.kernel_template->MakeUnits(
+        intervals[0].geometry, context.target, candidate.body.assignment)[0];
+    ASSERT_EQ(absl::StrReplaceAll(
+                  {{"gate[c] = kd::Silu(gate[c]) * up[c];",
+                    "gate[c] = kd::Silu(up[c]) * gate[c];"}},
+                  &unit.text),
+              1);
+    const auto programs = CompileUnits({unit});
+    ASSERT_OK(programs[0]);
+    Program planted = **programs[0];
+    planted.key = candidate.programs.at(0);
+    ASSERT_OK(cache.PutProgram(planted));
+  }
+  Notes notes;
+  ASSERT_OK_AND_ASSIGN(const PrewarmReport first,
+                       RunPrewarm(scratch.path(), options,
+                                  CacheMode::kReadWrite, &notes));
+  EXPECT_FALSE(first.complete);
+  EXPECT_EQ(first.winners, 0u);
+  EXPECT_GE(first.launches, 1u);
+  EXPECT_THAT(first.intervals[0].problem, HasSubstr("float64 oracle"));
+  EXPECT_THAT(notes.lines, Contains(AllOf(HasSubstr("rejected fused_moe.cpu{"),
+                                          HasSubstr("float64 oracle"))));
+  ASSERT_OK_AND_ASSIGN(const PrewarmReport second,
+                       RunPrewarm(scratch.path(), options));
+  EXPECT_FALSE(second.complete);
+  EXPECT_EQ(second.launches, 0u) << "a known wrong candidate ran again";
+  EXPECT_EQ(second.programs_compiled, 0u);
+  EXPECT_THAT(second.intervals[0].problem, HasSubstr("float64 oracle"));
+}
+
+// ---- killed ----------------------------------------------------------------
+
+int64_t StoredPrograms(const std::string& folder) {
+  absl::StatusOr<PlanCache> cache =
+      PlanCache::Open(folder, CacheMode::kReadOnly);
+  if (!cache.ok()) return 0;
+  const absl::StatusOr<CacheStats> stats = cache->Stats();
+  if (!stats.ok()) return 0;
+  for (const TableStats& table : stats->tables) {
+    if (table.name == "program") return table.rows;
+  }
+  return 0;
+}
+
+TEST_F(PrewarmTest, AKilledRunKeepsWhatItHadAndTheNextOneFinishes) {
+  const std::string kiln = std::string(std::getenv("KILN_BIN_DIR")) + "/kiln";
+  if (access(kiln.c_str(), X_OK) != 0) GTEST_SKIP() << kiln << " is not built";
+  ScratchFolder scratch;
+  const std::string folder = scratch.File("cache");
+  const std::string manifest = scratch.File("small.json");
+  std::ofstream(manifest) << kManifest;
+  const std::string target = SmallOptions().targets[0].ToString();
+  std::vector<std::string> words = {
+      kiln,   "--cache",          folder, "--cc-cpu", CcCpuPath(),
+      "prewarm", manifest, "--target", target,   "--max-candidates",
+      "6",    "--jobs",           "1",    "--json"};
+  std::vector<char*> argv;
+  for (std::string& word : words) argv.push_back(word.data());
+  argv.push_back(nullptr);
+  pid_t pid = 0;
+  posix_spawn_file_actions_t quiet;
+  ASSERT_EQ(posix_spawn_file_actions_init(&quiet), 0);
+  posix_spawn_file_actions_addopen(&quiet, 1, "/dev/null", O_WRONLY, 0);
+  posix_spawn_file_actions_addopen(&quiet, 2, "/dev/null", O_WRONLY, 0);
+  ASSERT_EQ(
+      posix_spawn(&pid, kiln.c_str(), &quiet, nullptr, argv.data(), environ),
+      0);
+  posix_spawn_file_actions_destroy(&quiet);
+  const auto begin = std::chrono::steady_clock::now();
+  int64_t stored = 0;
+  int state = 0;
+  while (stored == 0 &&
+         std::chrono::steady_clock::now() - begin < std::chrono::minutes(2)) {
+    ASSERT_EQ(waitpid(pid, &state, WNOHANG), 0) << "ended before it was killed";
+    stored = StoredPrograms(folder);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  kill(pid, SIGKILL);
+  ASSERT_EQ(waitpid(pid, &state, 0), pid);
+  ASSERT_TRUE(WIFSIGNALED(state)) << "ended before it was killed";
+  stored = StoredPrograms(folder);
+  ASSERT_GE(stored, 1);
+
+  PrewarmOptions options = SmallOptions();
+  options.candidates_max = 6;
+  ASSERT_OK_AND_ASSIGN(const PrewarmReport report, RunPrewarm(folder, options));
+  EXPECT_TRUE(report.complete);
+  EXPECT_EQ(report.winners, 2u);
+  EXPECT_EQ(report.programs_reused, static_cast<size_t>(stored));
+  EXPECT_GE(report.programs_compiled, 1u) << "it was killed too late";
+  ASSERT_OK_AND_ASSIGN(PlanCache cache,
+                       PlanCache::Open(folder, CacheMode::kReadOnly));
+  EXPECT_THAT(cache.Check(), testing::IsOkAndHolds(IsEmpty()));
+}
+
+}  // namespace
+}  // namespace kiln

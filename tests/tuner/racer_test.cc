@@ -1,0 +1,291 @@
+#include "tuner/racer.h"
+
+#include <cmath>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "compiler/spec/plan_key.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/status_matchers.h"
+#include "tests/tuner/cpu_programs.h"
+
+namespace kiln {
+namespace {
+
+using testing::CompileUnits;
+using testing::SmallAssignment;
+using testing::SmallBody;
+using testing::SmallGeometry;
+using testing::SmallUnit;
+using testing::WhyNoCcCpu;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr Interval kInterval = {1, 8};
+
+TEST(MedianNsTest, IsTheMiddleOrTheMeanOfTheMiddleTwo) {
+  const auto median = [](std::vector<double> values) {
+    std::vector<BlockTime> samples;
+    for (const double ns : values) samples.push_back({.block = 0, .ns = ns});
+    return MedianNs(samples);
+  };
+  EXPECT_TRUE(std::isnan(median({})));
+  EXPECT_EQ(median({7}), 7);
+  EXPECT_EQ(median({9, 1, 5}), 5);
+  EXPECT_EQ(median({9, 1, 5, 3}), 4);
+  EXPECT_EQ(median({1e9, 1, 1, 1, 1}), 1) << "one outlier moves nothing";
+}
+
+Assignment TileOf(int64_t tokens) {
+  Assignment assignment = SmallAssignment();
+  assignment["tokens_tile"] = tokens;
+  return assignment;
+}
+
+class RacerTest : public ::testing::Test {
+ protected:
+  enum Source { kRight, kWrong, kSlow, kWritesScales, kSources };
+
+  // Compiled once for all tests: two tile sizes, and the smaller one with three
+  // changes.
+  static void SetUpTestSuite() {
+    if (!WhyNoCcCpu().empty()) return;
+    const SourceUnit right = SmallUnit(SmallGeometry(), TileOf(1));
+    const auto changed = [&right](const char* find, const char* replace) {
+      SourceUnit unit = right;
+      ReplaceOnce(&unit.text, find, replace);
+      return unit;
+    };
+    const auto programs = CompileUnits(
+        {right,
+         changed("for (u32 j = 0; j < kTopK; ++j) {",
+                 "for (u32 j = 0; j + 1 < kTopK; ++j) {"),
+         changed("u32 tiles = 0;\n",
+                 "u32 tiles = 0;\n"
+                 "  for (volatile u32 spin = 0; spin < 3000000;) {\n"
+                 "    spin = spin + 1;\n  }\n"),
+         changed("F sum[kBlock / kLanes] = {};",
+                 "F sum[kBlock / kLanes] = {};\n    if (token == 0) "
+                 "const_cast<u16*>(args.down_svh)[1] = 0x3555;"),
+         SmallUnit(SmallGeometry(), TileOf(16))});
+    auto* made = new std::vector<std::shared_ptr<const Program>>;
+    for (const auto& program : programs) {
+      ASSERT_OK(program);
+      made->push_back(*program);
+    }
+    programs_ = made;
+  }
+
+  static void ReplaceOnce(std::string* text, const std::string& find,
+                                const std::string& replace) {
+    ASSERT_EQ(absl::StrReplaceAll({{find, replace}}, text), 1) << find;
+  }
+
+  void SetUp() override {
+    if (const std::string why = WhyNoCcCpu(); !why.empty()) GTEST_SKIP() << why;
+    ASSERT_NE(programs_, nullptr) << "the programs did not compile";
+    ASSERT_OK_AND_ASSIGN(const Target target, HostCpuTarget());
+    ASSERT_OK_AND_ASSIGN(device_, OpenCpuDevice(target));
+    ASSERT_OK_AND_ASSIGN(bench_,
+                         OpBench::Create(device_.get(), SmallGeometry(), 1));
+    options_.seconds_max = 0;  // blocks_min decides
+    options_.blocks_min = 5;
+    options_.blocks_max = 5;
+    options_.about_to_run = [this](size_t contender) {
+      started_.push_back(contender);
+    };
+  }
+
+  static Contender Make(int64_t tile, size_t program) {
+    Contender contender;
+    absl::StatusOr<PlanBody> body =
+        SmallBody(SmallGeometry(), kInterval.m_max, TileOf(tile));
+    EXPECT_OK(body);
+    contender.body = *std::move(body);
+    contender.programs = {(*programs_)[program]};
+    contender.digest = CandidateDigest(
+        contender.body, {contender.programs[0]->key.digest});
+    return contender;
+  }
+
+  static Contender Make(Source source) { return Make(1, source); }
+
+  static Contender MakeLargeTile() { return Make(16, kSources); }
+
+  static const std::vector<std::shared_ptr<const Program>>* programs_;
+
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<OpBench> bench_;
+  RaceOptions options_;
+  std::vector<size_t> started_;
+};
+
+const std::vector<std::shared_ptr<const Program>>* RacerTest::programs_ =
+    nullptr;
+
+TEST_F(RacerTest, RecordsEveryBlockOfEveryContenderThatIsRight) {
+  const std::vector<Contender> contenders = {Make(kRight), MakeLargeTile()};
+  ASSERT_OK_AND_ASSIGN(const RaceResult result,
+                       Race(bench_.get(), kInterval, contenders, options_));
+  ASSERT_EQ(result.timings.size(), 2u);
+  EXPECT_EQ(result.timings[0].outcome, Outcome::kFinished);
+  EXPECT_EQ(result.timings[0].samples.size(), 5u)
+      << "the default's second lane must not add samples";
+  for (const Timing& timing : result.timings) {
+    EXPECT_NE(timing.outcome, Outcome::kRejected) << timing.reason;
+    EXPECT_GT(timing.worst_error, 0);
+    EXPECT_LT(timing.worst_error, 2e-3);
+    ASSERT_GE(timing.samples.size(), 3u);
+    for (size_t i = 0; i < timing.samples.size(); ++i) {
+      EXPECT_EQ(timing.samples[i].block, i);
+      EXPECT_GT(timing.samples[i].ns, 0);
+    }
+  }
+  EXPECT_GE(result.noise_floor, 0);
+  EXPECT_TRUE(std::isfinite(result.noise_floor));
+  EXPECT_THAT(started_, ElementsAre(0, 1));
+}
+
+TEST_F(RacerTest, ARejectedContenderDoesNotStopTheOthers) {
+  const std::vector<Contender> contenders = {Make(kRight), Make(kWrong),
+                                             MakeLargeTile()};
+  ASSERT_OK_AND_ASSIGN(const RaceResult result,
+                       Race(bench_.get(), kInterval, contenders, options_));
+  EXPECT_EQ(result.timings[1].outcome, Outcome::kRejected);
+  EXPECT_THAT(result.timings[1].reason, HasSubstr("against the float64 oracle"));
+  EXPECT_THAT(result.timings[1].samples, IsEmpty())
+      << "what is wrong must not be timed";
+  EXPECT_NE(result.timings[0].outcome, Outcome::kRejected);
+  EXPECT_NE(result.timings[2].outcome, Outcome::kRejected);
+  EXPECT_FALSE(result.timings[2].samples.empty());
+}
+
+TEST_F(RacerTest, ARejectedDefaultLeavesTheRaceToTheOthers) {
+  const std::vector<Contender> contenders = {Make(kWrong), Make(kRight)};
+  ASSERT_OK_AND_ASSIGN(const RaceResult result,
+                       Race(bench_.get(), kInterval, contenders, options_));
+  EXPECT_EQ(result.timings[0].outcome, Outcome::kRejected);
+  EXPECT_EQ(result.timings[1].outcome, Outcome::kFinished);
+  EXPECT_EQ(result.timings[1].samples.size(), 5u);
+}
+
+TEST_F(RacerTest, WhenAllAreRejectedNothingIsTimed) {
+  ASSERT_OK_AND_ASSIGN(
+      const RaceResult result,
+      Race(bench_.get(), kInterval, {Make(kWrong)}, options_));
+  EXPECT_EQ(result.timings[0].outcome, Outcome::kRejected);
+  EXPECT_THAT(result.timings[0].samples, IsEmpty());
+  EXPECT_GE(result.launches, 1u);
+}
+
+TEST_F(RacerTest, ASlowContenderIsEliminatedEarlyAndKeepsItsSamples) {
+  options_.blocks_min = 5;
+  options_.blocks_max = 9;
+  options_.seconds_max = 100;
+  const std::vector<Contender> contenders = {Make(kRight), Make(kSlow)};
+  ASSERT_OK_AND_ASSIGN(const RaceResult result,
+                       Race(bench_.get(), kInterval, contenders, options_));
+  EXPECT_EQ(result.timings[0].outcome, Outcome::kFinished);
+  EXPECT_EQ(result.timings[0].samples.size(), 9u);
+  EXPECT_EQ(result.timings[1].outcome, Outcome::kEliminated);
+  EXPECT_EQ(result.timings[1].samples.size(), 3u);
+  EXPECT_GT(MedianNs(result.timings[1].samples),
+            1.3 * MedianNs(result.timings[0].samples));
+}
+
+TEST_F(RacerTest, TheDefaultIsTimedToTheEndHoweverSlow) {
+  const std::vector<Contender> contenders = {Make(kSlow), Make(kRight)};
+  ASSERT_OK_AND_ASSIGN(const RaceResult result,
+                       Race(bench_.get(), kInterval, contenders, options_));
+  EXPECT_EQ(result.timings[0].outcome, Outcome::kFinished);
+  EXPECT_EQ(result.timings[0].samples.size(), 5u);
+  EXPECT_LT(MedianNs(result.timings[1].samples),
+            MedianNs(result.timings[0].samples));
+}
+
+TEST_F(RacerTest, IdenticalCodeAndLaunchesRunOnce) {
+  Contender twin = Make(kRight);
+  twin.body.assignment["k_tile"] = 128;  // another name for the same code
+  Contender fewer_threads = Make(kRight);
+  fewer_threads.body.cpu_threads = 1;  // same code, other launches
+  const std::vector<Contender> contenders = {Make(kRight), twin, fewer_threads};
+  ASSERT_OK_AND_ASSIGN(const RaceResult result,
+                       Race(bench_.get(), kInterval, contenders, options_));
+  EXPECT_EQ(result.timings[1].outcome, Outcome::kIdentical);
+  EXPECT_EQ(result.timings[1].reason, contenders[0].body.Label());
+  EXPECT_THAT(result.timings[1].samples, IsEmpty());
+  EXPECT_NE(result.timings[2].outcome, Outcome::kIdentical);
+  EXPECT_FALSE(result.timings[2].samples.empty());
+  EXPECT_THAT(started_, ElementsAre(0, 2));
+}
+
+TEST_F(RacerTest, WhatTheRuntimeRefusesIsRejectedWithItsReason) {
+  Contender unknown = Make(kRight);
+  unknown.body.steps[0].entry = "no_such_entry";
+  const std::vector<Contender> contenders = {Make(kRight), unknown};
+  ASSERT_OK_AND_ASSIGN(const RaceResult result,
+                       Race(bench_.get(), kInterval, contenders, options_));
+  EXPECT_EQ(result.timings[1].outcome, Outcome::kRejected);
+  EXPECT_THAT(result.timings[1].reason, HasSubstr("no_such_entry"));
+  EXPECT_EQ(result.timings[0].outcome, Outcome::kFinished);
+}
+
+// The bench's arena is as large as the hungriest contender needs. That must not
+// hide a write past the end of a smaller one.
+TEST_F(RacerTest, AnArenaThatIsDeclaredTooSmallIsSeenBesideALargerOne) {
+  Contender small = Make(kRight);
+  ArenaSlice& last = small.body.arena.slices.back();
+  ASSERT_EQ(last.offset + last.bytes, small.body.arena.bytes);
+  last.bytes -= kArenaAlignment;
+  small.body.arena.bytes -= kArenaAlignment;
+  const Contender large = MakeLargeTile();
+  ASSERT_GT(large.body.arena.bytes, small.body.arena.bytes + 8192);
+  ASSERT_OK_AND_ASSIGN(
+      const RaceResult result,
+      Race(bench_.get(), kInterval, {large, small}, options_));
+  EXPECT_EQ(result.timings[1].outcome, Outcome::kRejected);
+  EXPECT_THAT(result.timings[1].reason, HasSubstr("arena: wrote up to"));
+}
+
+// Who damages the inputs is rejected; who runs afterwards is not.
+TEST_F(RacerTest, AWriteToTheInputsIsBlamedOnWhoDidIt) {
+  ASSERT_OK_AND_ASSIGN(
+      const RaceResult result,
+      Race(bench_.get(), kInterval,
+           {Make(kRight), Make(kWritesScales), MakeLargeTile()}, options_));
+  EXPECT_EQ(result.timings[1].outcome, Outcome::kRejected);
+  EXPECT_EQ(result.timings[0].outcome, Outcome::kFinished);
+  EXPECT_NE(result.timings[2].outcome, Outcome::kRejected)
+      << result.timings[2].reason;
+  EXPECT_OK(bench_->CheckInputs());
+}
+
+TEST_F(RacerTest, StopsAtTheTimeLimitOnceTheFewestBlocksAreDone) {
+  options_.blocks_min = 2;
+  options_.blocks_max = 1000000;
+  options_.seconds_max = 0.05;
+  ASSERT_OK_AND_ASSIGN(
+      const RaceResult result,
+      Race(bench_.get(), kInterval, {Make(kRight)}, options_));
+  EXPECT_GE(result.timings[0].samples.size(), 2u);
+  EXPECT_LT(result.timings[0].samples.size(), 100000u);
+}
+
+TEST_F(RacerTest, CanRaceAgainOnTheSameBench) {
+  for (int round = 0; round < 2; ++round) {
+    ASSERT_OK_AND_ASSIGN(
+        const RaceResult result,
+        Race(bench_.get(), {1, 8}, {MakeLargeTile(), Make(kRight)}, options_));
+    EXPECT_EQ(result.timings[0].outcome, Outcome::kFinished);
+    EXPECT_NE(result.timings[1].outcome, Outcome::kRejected);
+  }
+}
+
+}  // namespace
+}  // namespace kiln
