@@ -31,18 +31,25 @@ LLD_HAS_DRIVER(elf)
 namespace kiln {
 namespace {
 
-// A compiler may turn loops and copies into calls of these four, also in
-// freestanding code. Linked where a unit needs them and has none of its own.
-constexpr char kMemoryFunctionsName[] = "kiln/memory_functions.c";
-constexpr char kMemoryFunctions[] = R"(
+// What a compiler calls by itself, also in freestanding code: the four memory
+// functions, and fmaf where the target (x86-64-v2) has no such instruction.
+// Linked only where a unit needs them.
+//
+// fmaf: the product of two floats is exact in double; rounding its sum with c
+// to odd keeps enough to round once more, correctly, to float (Boldo and
+// Melquiond, "Emulation of a FMA and correctly rounded sums", IEEE TC 2008).
+constexpr char kSupportName[] = "kiln/compiler_support.c";
+constexpr char kSupport[] = R"(
 typedef unsigned long size_t;
-void *memcpy(void *restrict to, const void *restrict from, size_t n) {
+// A unit's own definition goes first.
+#define WEAK __attribute__((weak))
+WEAK void *memcpy(void *restrict to, const void *restrict from, size_t n) {
   unsigned char *t = to;
   const unsigned char *f = from;
   for (size_t i = 0; i < n; ++i) t[i] = f[i];
   return to;
 }
-void *memmove(void *to, const void *from, size_t n) {
+WEAK void *memmove(void *to, const void *from, size_t n) {
   unsigned char *t = to;
   const unsigned char *f = from;
   if (t < f) {
@@ -52,18 +59,32 @@ void *memmove(void *to, const void *from, size_t n) {
   }
   return to;
 }
-void *memset(void *to, int value, size_t n) {
+WEAK void *memset(void *to, int value, size_t n) {
   unsigned char *t = to;
   for (size_t i = 0; i < n; ++i) t[i] = (unsigned char)value;
   return to;
 }
-int memcmp(const void *a, const void *b, size_t n) {
+WEAK int memcmp(const void *a, const void *b, size_t n) {
   const unsigned char *x = a;
   const unsigned char *y = b;
   for (size_t i = 0; i < n; ++i) {
     if (x[i] != y[i]) return x[i] < y[i] ? -1 : 1;
   }
   return 0;
+}
+WEAK float fmaf(float a, float b, float c) {
+  double product = (double)a * b;
+  double sum = product + c;
+  // Knuth's two-sum: what the addition lost.
+  double part = sum - product;
+  double lost = (product - (sum - part)) + (c - part);
+  if (lost != 0 && lost - lost == 0) {
+    long bits = __builtin_bit_cast(long, sum);
+    // An even sum is moved to its odd neighbour on the side of the loss.
+    if ((bits & 1) == 0) bits += (lost > 0) == (sum > 0) ? 1 : -1;
+    sum = __builtin_bit_cast(double, bits);
+  }
+  return (float)sum;
 }
 )";
 
@@ -73,13 +94,16 @@ class MemoryFile {
  public:
   explicit MemoryFile(const char* label)
       : fd_(memfd_create(label, MFD_CLOEXEC)) {}
+
   MemoryFile(const MemoryFile&) = delete;
   MemoryFile& operator=(const MemoryFile&) = delete;
+
   ~MemoryFile() {
     if (fd_ >= 0) close(fd_);
   }
 
   int fd() const { return fd_; }
+
   std::string path() const { return "/proc/self/fd/" + std::to_string(fd_); }
 
   bool Write(llvm::StringRef bytes) {
@@ -97,8 +121,8 @@ class MemoryFile {
     bytes->resize(static_cast<size_t>(info.st_size));
     size_t have = 0;
     while (have < bytes->size()) {
-      const ssize_t got = pread(fd_, bytes->data() + have,
-                                bytes->size() - have, static_cast<off_t>(have));
+      const ssize_t got = pread(fd_, bytes->data() + have, bytes->size() - have,
+                                static_cast<off_t>(have));
       if (got <= 0) return false;
       have += static_cast<size_t>(got);
     }
@@ -117,8 +141,10 @@ class StdoutRedirection {
     llvm::outs().flush();
     ok_ = saved_ >= 0 && dup2(fd, STDOUT_FILENO) >= 0;
   }
+
   StdoutRedirection(const StdoutRedirection&) = delete;
   StdoutRedirection& operator=(const StdoutRedirection&) = delete;
+
   ~StdoutRedirection() {
     llvm::outs().flush();
     if (saved_ >= 0) {
@@ -126,6 +152,7 @@ class StdoutRedirection {
       close(saved_);
     }
   }
+
   bool ok() const { return ok_; }
 
  private:
@@ -150,20 +177,36 @@ std::string FirstError(const std::string& log) {
 
 std::vector<std::string> FrontendArguments(int level) {
   std::vector<std::string> arguments = {
-      "-triple", "x86_64-unknown-linux-gnu",
-      "-emit-obj", "-disable-free",
-      "-O3", "-vectorize-loops", "-vectorize-slp",
-      "-target-cpu", "x86-64-v" + std::to_string(level),
-      "-tune-cpu", "generic",
+      "-triple",
+      "x86_64-unknown-linux-gnu",
+      "-emit-obj",
+      "-disable-free",
+      "-O3",
+      "-vectorize-loops",
+      "-vectorize-slp",
+      "-target-cpu",
+      "x86-64-v" + std::to_string(level),
+      "-tune-cpu",
+      "generic",
       // Position independent; all but the exports is local after the link.
-      "-mrelocation-model", "pic", "-pic-level", "2",
-      "-mframe-pointer=none", "-mconstructor-aliases",
-      "-ffreestanding", "-fno-rtti", "-fno-threadsafe-statics",
-      "-ffunction-sections", "-fdata-sections",
+      "-mrelocation-model",
+      "pic",
+      "-pic-level",
+      "2",
+      "-mframe-pointer=none",
+      "-mconstructor-aliases",
+      "-ffreestanding",
+      "-fno-rtti",
+      "-fno-threadsafe-statics",
+      "-ffunction-sections",
+      "-fdata-sections",
       "-ffp-contract=off",
       // Nothing is read from any folder.
-      "-nostdsysteminc", "-nobuiltininc",
-      "-fgnuc-version=4.2.1", "-ferror-limit", "20",
+      "-nostdsysteminc",
+      "-nobuiltininc",
+      "-fgnuc-version=4.2.1",
+      "-ferror-limit",
+      "20",
   };
   if (level >= 4) arguments.push_back("-mprefer-vector-width=512");
   return arguments;
@@ -188,8 +231,7 @@ bool CompileObject(const CpuCodegenInput& input,
   std::vector<std::string> arguments = FrontendArguments(input.level);
   arguments.insert(arguments.end(), language.begin(), language.end());
   arguments.insert(arguments.end(), {"-I", "/kiln-include"});
-  arguments.insert(arguments.end(), input.options.begin(),
-                   input.options.end());
+  arguments.insert(arguments.end(), input.options.begin(), input.options.end());
   // A relative name: it is what diagnostics and __FILE__ show.
   arguments.push_back(input.name);
   std::vector<const char*> raw;
@@ -200,8 +242,8 @@ bool CompileObject(const CpuCodegenInput& input,
       new clang::DiagnosticOptions);
   options->ShowColors = 0;
   options->ShowPresumedLoc = 1;  // honour #line
-  auto printer = std::make_unique<clang::TextDiagnosticPrinter>(diagnostics,
-                                                                &*options);
+  auto printer =
+      std::make_unique<clang::TextDiagnosticPrinter>(diagnostics, &*options);
   llvm::IntrusiveRefCntPtr<clang::DiagnosticsEngine> engine(
       new clang::DiagnosticsEngine(new clang::DiagnosticIDs, options,
                                    printer.get(), /*ShouldOwnClient=*/false));
@@ -213,7 +255,8 @@ bool CompileObject(const CpuCodegenInput& input,
   compiler.getFrontendOpts().ProgramAction = clang::frontend::EmitObj;
   compiler.createDiagnostics(printer.get(), /*ShouldOwnClient=*/false);
   compiler.createFileManager(files);
-  compiler.setOutputStream(std::make_unique<llvm::raw_svector_ostream>(*object));
+  compiler.setOutputStream(
+      std::make_unique<llvm::raw_svector_ostream>(*object));
 
   llvm::LLVMContext context;
   clang::EmitObjAction action(&context);
@@ -230,10 +273,10 @@ std::string VersionScript(const std::vector<std::string>& symbols) {
 }
 
 void Link(const CpuCodegenInput& input, llvm::StringRef object,
-          llvm::StringRef memory_functions, CpuCodegenOutput* output) {
-  MemoryFile program("program"), support("memory-functions"),
-      script("exports"), linked("linked");
-  if (!program.Write(object) || !support.Write(memory_functions) ||
+          llvm::StringRef support_object, CpuCodegenOutput* output) {
+  MemoryFile program("program"), support("support"), script("exports"),
+      linked("linked");
+  if (!program.Write(object) || !support.Write(support_object) ||
       !script.Write(VersionScript(input.exports))) {
     output->error = "cannot write the linker's input to memory";
     return;
@@ -242,15 +285,37 @@ void Link(const CpuCodegenInput& input, llvm::StringRef object,
   const std::string support_path = support.path();
   const std::string script_argument = "--version-script=" + script.path();
   const std::vector<const char*> arguments = {
-      "ld.lld", "-shared", "-nostdlib", "--no-dependent-libraries",
-      "-z", "defs", "-z", "noexecstack", "-z", "relro", "-z", "now",
-      "-z", "text", "-z", "separate-code", "--no-undefined-version",
-      "--build-id=none", "--hash-style=gnu", "--gc-sections", "--strip-all",
-      "--threads=1", "--color-diagnostics=never",
-      script_argument.c_str(), program_path.c_str(),
-      // Taken only for what the unit does not define itself.
-      "--start-lib", support_path.c_str(), "--end-lib",
-      "-o", "-",
+      "ld.lld",
+      "-shared",
+      "-nostdlib",
+      "--no-dependent-libraries",
+      "-z",
+      "defs",
+      "-z",
+      "noexecstack",
+      "-z",
+      "relro",
+      "-z",
+      "now",
+      "-z",
+      "text",
+      "-z",
+      "separate-code",
+      "--no-undefined-version",
+      "--build-id=none",
+      "--hash-style=gnu",
+      "--gc-sections",
+      "--strip-all",
+      "--threads=1",
+      "--color-diagnostics=never",
+      script_argument.c_str(),
+      program_path.c_str(),
+      // Taken only when the unit leaves something undefined.
+      "--start-lib",
+      support_path.c_str(),
+      "--end-lib",
+      "-o",
+      "-",
   };
   std::string messages;
   llvm::raw_string_ostream stream(messages);
@@ -261,15 +326,15 @@ void Link(const CpuCodegenInput& input, llvm::StringRef object,
       output->error = "cannot redirect the linker's output";
       return;
     }
-    result = lld::lldMain(arguments, stream, stream,
-                          {{lld::Gnu, &lld::elf::link}});
+    result =
+        lld::lldMain(arguments, stream, stream, {{lld::Gnu, &lld::elf::link}});
   }
   stream.flush();
   output->reusable = result.canRunAgain;
   // Paths of anonymous files mean nothing to a reader, and their numbers vary.
   for (const auto& [path, name] :
        {std::pair(program_path, input.name),
-        std::pair(support_path, std::string(kMemoryFunctionsName)),
+        std::pair(support_path, std::string(kSupportName)),
         std::pair(script.path(), std::string("exported symbols"))}) {
     for (size_t at = messages.find(path); at != std::string::npos;
          at = messages.find(path, at + name.size())) {
@@ -308,17 +373,17 @@ CpuCodegenOutput CompileForCpu(const CpuCodegenInput& input) {
     return output;
   }
   CpuCodegenInput support;
-  support.name = kMemoryFunctionsName;
-  support.text = kMemoryFunctions;
+  support.name = kSupportName;
+  support.text = kSupport;
   support.level = input.level;
-  llvm::SmallString<0> memory_functions;
+  llvm::SmallString<0> support_object;
   // Without -fno-builtin a copy loop inside memcpy would become a memcpy call.
   if (!CompileObject(support, {"-x", "c", "-std=c11", "-fno-builtin"},
-                     &memory_functions, &output.log)) {
+                     &support_object, &output.log)) {
     output.error = FirstError(output.log);
     return output;
   }
-  Link(input, object, memory_functions, &output);
+  Link(input, object, support_object, &output);
   return output;
 }
 

@@ -2,7 +2,7 @@
 // memory, with Clang and LLD inside this process. Linked into kiln-cc-cpu only.
 //
 // The language mode is freestanding: no header exists but the unit's own, no
-// library but the four memory functions that a compiler may call by itself.
+// library but the few functions that a compiler calls by itself.
 // Floating point is exact: no contraction, no reassociation.
 
 #ifndef KILN_COMPILER_CC_CPU_CODEGEN_H_

@@ -23,6 +23,7 @@ class CpuCompiler : public WorkerCompiler {
   explicit CpuCompiler(WorkerHello hello) : hello_(std::move(hello)) {}
 
   WorkerHello Hello() const override { return hello_; }
+
   bool Reusable() const override { return reusable_; }
 
   WorkerResult Compile(const WorkerJob& job) override {
@@ -73,6 +74,7 @@ absl::StatusOr<WorkerHello> MakeHello() {
       const char* stem;
       std::string path;
     } search{stem, {}};
+
     dl_iterate_phdr(
         [](dl_phdr_info* info, size_t, void* data) {
           auto* found = static_cast<Search*>(data);
@@ -82,7 +84,8 @@ absl::StatusOr<WorkerHello> MakeHello() {
           return 0;
         },
         &search);
-    // Absent when the library is linked statically: then this executable has it.
+    // Absent when the library is linked statically: then this executable has
+    // it.
     if (search.path.empty()) continue;
     ASSIGN_OR_RETURN(FileIdentity library, IdentifyFile(search.path));
     hello.components.push_back(std::move(library));

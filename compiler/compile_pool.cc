@@ -99,8 +99,8 @@ int ProcessorCount() {
     const auto time = ParseNumber(parts[0]);
     const auto period = ParseNumber(parts[1]);
     if (time && period && *period > 0) {
-      count = std::min<int>(count, static_cast<int>(std::max<uint64_t>(
-                                       1, *time / *period)));
+      count = std::min<int>(
+          count, static_cast<int>(std::max<uint64_t>(1, *time / *period)));
     }
   }
   return std::max(count, 1);
@@ -154,6 +154,7 @@ class CompilePool::Impl {
     const std::lock_guard<std::mutex> lock(mutex_);
     return stats_;
   }
+
   std::vector<int> WorkerPids() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return pids_;
@@ -207,11 +208,11 @@ class CompilePool::Impl {
   std::thread thread_;
 
   mutable std::mutex mutex_;
-  std::condition_variable arrived_;   // events_ or batch_done_ changed
-  bool stopping_ = false;             // the pool is being destroyed
-  bool cancel_ = false;               // the run is being abandoned
+  std::condition_variable arrived_;  // events_ or batch_done_ changed
+  bool stopping_ = false;            // the pool is being destroyed
+  bool cancel_ = false;              // the run is being abandoned
   std::optional<absl::Span<const CompileJob>> submitted_;
-  bool active_ = false;               // the worker thread has a batch
+  bool active_ = false;  // the worker thread has a batch
   std::deque<Event> events_;
   PoolStats stats_;
   std::vector<int> pids_;
@@ -220,7 +221,7 @@ class CompilePool::Impl {
   std::vector<std::unique_ptr<Worker>> workers_;
   absl::Span<const CompileJob> jobs_;
   std::map<Backend, std::deque<size_t>> pending_;  // jobs not started
-  std::map<size_t, int> tries_;       // of jobs whose worker was killed
+  std::map<size_t, int> tries_;  // of jobs whose worker was killed
   std::map<Backend, int> start_failures_;
 };
 
@@ -431,7 +432,9 @@ void CompilePool::Impl::SendJob(Worker* worker, size_t job) {
   worker->state = State::kBusy;
   worker->job = job;
   worker->since = Clock::now();
-  Post({.kind = Event::Kind::kStarted, .index = job, .result = {},
+  Post({.kind = Event::Kind::kStarted,
+        .index = job,
+        .result = {},
         .failure = {}});
   const absl::StatusOr<std::string> frame = EncodeJob(
       {.id = job, .target = jobs_[job].target, .unit = jobs_[job].unit});
@@ -457,8 +460,8 @@ void CompilePool::Impl::Poll() {
   }
   int timeout_ms = -1;
   if (next.has_value()) {
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(
-        *next - Clock::now());
+    const auto left =
+        std::chrono::ceil<std::chrono::milliseconds>(*next - Clock::now());
     timeout_ms = static_cast<int>(
         std::clamp<int64_t>(left.count(), 0, std::numeric_limits<int>::max()));
   }
@@ -538,15 +541,16 @@ void CompilePool::Impl::HandleResult(Worker* worker, const Frame& frame) {
   absl::Status damage;
   if (frame.type == FrameType::kFailure) {
     damage = DecodeFailure(frame.payload);
-  } else if (frame.type != FrameType::kResult || worker->state != State::kBusy) {
+  } else if (frame.type != FrameType::kResult ||
+             worker->state != State::kBusy) {
     damage = absl::InternalError("compiler worker spoke out of turn");
   } else {
     absl::StatusOr<WorkerResult> answer = DecodeResult(frame.payload);
     damage = answer.status();
     if (answer.ok() && answer->id != worker->job) {
-      damage = absl::InternalError(
-          absl::StrCat("compiler worker answered job ", answer->id,
-                       " instead of job ", worker->job));
+      damage = absl::InternalError(absl::StrCat("compiler worker answered job ",
+                                                answer->id, " instead of job ",
+                                                worker->job));
     }
     if (damage.ok()) {
       worker->state = State::kIdle;
@@ -589,14 +593,14 @@ void CompilePool::Impl::HandleEnd(Worker* worker) {
       pending_[worker->backend].push_back(worker->job);
     } else if (from_outside) {
       Reject(worker,
-             absl::UnavailableError(absl::StrCat(
-                 "compiler worker ", ending, ", ", kTriesMax,
-                 " times; the system may be short of memory")),
+             absl::UnavailableError(
+                 absl::StrCat("compiler worker ", ending, ", ", kTriesMax,
+                              " times; the system may be short of memory")),
              words);
     } else {
       Reject(worker,
-             absl::InternalError(absl::StrCat(
-                 JobLabel(jobs_[worker->job]), ": compiler worker ", ending)),
+             absl::InternalError(absl::StrCat(JobLabel(jobs_[worker->job]),
+                                              ": compiler worker ", ending)),
              words);
     }
   }
@@ -687,8 +691,8 @@ absl::StatusOr<Program> MakeProgram(const CompileJob& job,
                                     CompileResult result) {
   RETURN_IF_ERROR(result.status);
   Program program;
-  ASSIGN_OR_RETURN(program.kernels, InspectProgram(result.binary, job.target,
-                                                   job.unit.entries));
+  ASSIGN_OR_RETURN(program.kernels,
+                   InspectProgram(result.binary, job.target, job.unit.entries));
   program.key = MakeProgramKey(job.unit, job.target, toolchain);
   program.target = job.target;
   program.toolchain = toolchain;

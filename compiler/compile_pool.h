@@ -39,7 +39,7 @@ struct CompileResult {
   size_t index = 0;  // of the job
   absl::Status status;
   std::string binary;  // empty unless OK
-  std::string log;     // compiler output; after a crash, the worker's last words
+  std::string log;  // compiler output; after a crash, the worker's last words
   double seconds = 0;  // inside the compiler; until the end for killed ones
 };
 
@@ -84,7 +84,7 @@ struct PoolStats {
   double wall_seconds = 0;     // inside Run
   double compile_seconds = 0;  // sum over jobs, inside compilers
   int workers_started = 0;
-  int workers_peak = 0;        // running at the same time
+  int workers_peak = 0;  // running at the same time
 };
 
 // Threads: one internal thread owns all workers; they end with the pool, and
@@ -104,7 +104,8 @@ class CompilePool {
   //   worker that is not the compiler that was probed), Cancelled, the error of
   //   on_results, and the error of a worker that cannot start at all.
   absl::StatusOr<std::vector<CompileResult>> Run(
-      absl::Span<const CompileJob> jobs, const CompileCallbacks& callbacks = {});
+      absl::Span<const CompileJob> jobs,
+      const CompileCallbacks& callbacks = {});
 
   // Of all runs so far. Not during Run.
   PoolStats stats() const;

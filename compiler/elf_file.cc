@@ -10,9 +10,9 @@ namespace {
 absl::StatusOr<absl::string_view> StringAt(absl::string_view table,
                                            uint64_t offset) {
   if (offset >= table.size()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "ELF name at offset ", offset, " of a table of ", table.size(),
-        " bytes"));
+    return absl::InvalidArgumentError(absl::StrCat("ELF name at offset ",
+                                                   offset, " of a table of ",
+                                                   table.size(), " bytes"));
   }
   const absl::string_view rest = table.substr(offset);
   const size_t end = rest.find('\0');
@@ -71,10 +71,9 @@ absl::StatusOr<ElfFile> ElfFile::Parse(absl::string_view bytes) {
   RETURN_IF_ERROR(CheckHeader(file.header_));
   const Elf64_Ehdr& header = file.header_;
 
-  ASSIGN_OR_RETURN(
-      const absl::string_view section_table,
-      Slice(bytes, header.e_shoff, header.e_shnum * sizeof(Elf64_Shdr),
-            "section table"));
+  ASSIGN_OR_RETURN(const absl::string_view section_table,
+                   Slice(bytes, header.e_shoff,
+                         header.e_shnum * sizeof(Elf64_Shdr), "section table"));
   for (size_t i = 0; i < header.e_shnum; ++i) {
     ElfSection section;
     ReadObject(section_table, i * sizeof(Elf64_Shdr), &section.header);
@@ -138,10 +137,10 @@ absl::StatusOr<std::vector<ElfSymbol>> ElfFile::Symbols(
   if (section.header.sh_link >= sections_.size() ||
       section.header.sh_entsize != sizeof(Elf64_Sym) ||
       section.contents.size() % sizeof(Elf64_Sym) != 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "ELF symbol table of ", section.contents.size(), " bytes has entries of ",
-        section.header.sh_entsize, " bytes and names in section ",
-        section.header.sh_link));
+    return absl::InvalidArgumentError(
+        absl::StrCat("ELF symbol table of ", section.contents.size(),
+                     " bytes has entries of ", section.header.sh_entsize,
+                     " bytes and names in section ", section.header.sh_link));
   }
   const absl::string_view names = sections_[section.header.sh_link].contents;
   std::vector<ElfSymbol> symbols(section.contents.size() / sizeof(Elf64_Sym));
@@ -164,9 +163,8 @@ absl::StatusOr<absl::string_view> ElfFile::AtAddress(uint64_t address,
     }
     return bytes_.substr(segment.p_offset + offset, bytes);
   }
-  return absl::InvalidArgumentError(
-      absl::StrCat("no loaded segment holds ", bytes, " bytes at address ",
-                   address));
+  return absl::InvalidArgumentError(absl::StrCat(
+      "no loaded segment holds ", bytes, " bytes at address ", address));
 }
 
 }  // namespace kiln

@@ -28,7 +28,9 @@ struct ElfSymbol {
   Elf64_Sym entry;
 
   unsigned type() const { return ELF64_ST_TYPE(entry.st_info); }
+
   unsigned binding() const { return ELF64_ST_BIND(entry.st_info); }
+
   bool defined() const { return entry.st_shndx != SHN_UNDEF; }
 };
 
@@ -49,7 +51,9 @@ class ElfFile {
   static absl::StatusOr<ElfFile> Parse(absl::string_view bytes);
 
   const Elf64_Ehdr& header() const { return header_; }
+
   const std::vector<ElfSection>& sections() const { return sections_; }
+
   const std::vector<Elf64_Phdr>& segments() const { return segments_; }
 
   // The section of that name, or null. InvalidArgument when several have it.

@@ -81,6 +81,7 @@ struct Attribute {
     ReadObject(bytes, 4 * i, &word);
     return word;
   }
+
   uint16_t Half(size_t i) const {
     uint16_t half = 0;
     ReadObject(bytes, 2 * i, &half);
@@ -113,9 +114,9 @@ absl::StatusOr<std::vector<Attribute>> ParseAttributes(
         break;
       case kFormatSized:
         if (half > section.size()) {
-          return absl::InvalidArgumentError(absl::StrCat(
-              "cubin section ", name, " has an attribute of ", half,
-              " bytes where ", section.size(), " are left"));
+          return absl::InvalidArgumentError(
+              absl::StrCat("cubin section ", name, " has an attribute of ",
+                           half, " bytes where ", section.size(), " are left"));
         }
         attribute.bytes = section.substr(0, half);
         section.remove_prefix(half);
@@ -200,9 +201,8 @@ absl::Status CheckNames(const std::set<std::string>& found,
   const auto list = [](const std::set<std::string>& names) {
     return names.empty() ? std::string("nothing") : absl::StrJoin(names, ", ");
   };
-  return absl::InvalidArgumentError(absl::StrCat("program ", what, " ",
-                                                 list(found), "; expected ",
-                                                 list(expected)));
+  return absl::InvalidArgumentError(absl::StrCat(
+      "program ", what, " ", list(found), "; expected ", list(expected)));
 }
 
 // Registers and stack, which .nv.info gives by symbol index.
@@ -239,9 +239,9 @@ absl::Status ReadThreads(const Attribute& attribute, Kernel* kernel) {
     threads = extent > kThreadsMax ? kThreadsMax + 1 : threads * extent;
     if (threads == 0 || threads > kThreadsMax) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "kernel ", kernel->entry, " states thread limits ",
-          attribute.Word(0), " x ", attribute.Word(1), " x ", attribute.Word(2),
-          ", at most ", kThreadsMax, " threads exist"));
+          "kernel ", kernel->entry, " states thread limits ", attribute.Word(0),
+          " x ", attribute.Word(1), " x ", attribute.Word(2), ", at most ",
+          kThreadsMax, " threads exist"));
     }
   }
   kernel->max_threads = static_cast<uint32_t>(threads);
@@ -264,9 +264,9 @@ absl::Status PlaceParams(std::map<uint32_t, KernelParam> by_ordinal,
         uint64_t{param.offset} + param.bytes > kernel->param_bytes) {
       return absl::InvalidArgumentError(absl::StrCat(
           "kernel ", kernel->entry, " states parameter ", ordinal, " of ",
-          param.bytes, " bytes at offset ", param.offset,
-          ", after parameter ", kernel->params.size(), " ended at ", end,
-          ", in a block of ", kernel->param_bytes, " bytes"));
+          param.bytes, " bytes at offset ", param.offset, ", after parameter ",
+          kernel->params.size(), " ended at ", end, ", in a block of ",
+          kernel->param_bytes, " bytes"));
     }
     end = param.offset + param.bytes;
     kernel->params.push_back(param);
@@ -318,17 +318,15 @@ absl::Status ReadInterface(const std::vector<Attribute>& attributes,
 }
 
 absl::Status ReadShared(const ElfFile& elf, bool reserved, Kernel* kernel) {
-  ASSIGN_OR_RETURN(
-      const ElfSection* section,
-      elf.FindSection(absl::StrCat(".nv.shared.", kernel->entry)));
+  ASSIGN_OR_RETURN(const ElfSection* section,
+                   elf.FindSection(absl::StrCat(".nv.shared.", kernel->entry)));
   if (section == nullptr) return absl::OkStatus();
   const uint64_t bytes = section->header.sh_size;
   const uint64_t driver = reserved ? kReservedSharedBytes : 0;
   if (bytes < driver || bytes - driver > kProgramBytesMax) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("kernel ", kernel->entry, " states ", bytes,
-                     " bytes of shared memory, of which ", driver,
-                     " are the driver's"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "kernel ", kernel->entry, " states ", bytes,
+        " bytes of shared memory, of which ", driver, " are the driver's"));
   }
   kernel->static_shared_bytes = static_cast<uint32_t>(bytes - driver);
   return absl::OkStatus();
@@ -345,9 +343,8 @@ absl::StatusOr<std::vector<Kernel>> InspectCubin(
   }
   ASSIGN_OR_RETURN(const Target found, CubinTarget(elf));
   if (found != target) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("cubin is for ", found.ToString(), "; expected ",
-                     target.ToString()));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "cubin is for ", found.ToString(), "; expected ", target.ToString()));
   }
   ASSIGN_OR_RETURN(const ElfSection* table,
                    elf.FindSection(uint32_t{SHT_SYMTAB}));
@@ -426,9 +423,9 @@ absl::Status CheckSegments(const ElfFile& elf) {
         break;
       default:
         // PT_INTERP, PT_TLS and anything unknown.
-        return absl::InvalidArgumentError(absl::StrCat(
-            "CPU object has a segment of type ", segment.p_type,
-            ", which no program needs"));
+        return absl::InvalidArgumentError(
+            absl::StrCat("CPU object has a segment of type ", segment.p_type,
+                         ", which no program needs"));
     }
   }
   if (!stack) {
@@ -442,8 +439,8 @@ absl::Status CheckSegments(const ElfFile& elf) {
 // no library, no search path, no code at load or unload, no text relocation.
 absl::StatusOr<std::map<int64_t, uint64_t>> DynamicTable(const ElfFile& elf) {
   static const std::set<int64_t> allowed = {
-      DT_HASH,    DT_STRTAB,   DT_SYMTAB,    DT_RELA,       DT_RELASZ,
-      DT_RELAENT, DT_STRSZ,    DT_SYMENT,    DT_RELACOUNT,  DT_FLAGS,
+      DT_HASH,    DT_STRTAB,   DT_SYMTAB, DT_RELA,      DT_RELASZ,
+      DT_RELAENT, DT_STRSZ,    DT_SYMENT, DT_RELACOUNT, DT_FLAGS,
       DT_FLAGS_1, DT_GNU_HASH, DT_VERSYM,
   };
   ASSIGN_OR_RETURN(const ElfSection* section,
@@ -465,13 +462,13 @@ absl::StatusOr<std::map<int64_t, uint64_t>> DynamicTable(const ElfFile& elf) {
        at += sizeof(entry)) {
     if (entry.d_tag == DT_NULL) return table;
     if (allowed.count(entry.d_tag) == 0) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "CPU object has dynamic tag ", entry.d_tag,
-          entry.d_tag == DT_NEEDED ? " (needs a library)" : "",
-          entry.d_tag == DT_INIT_ARRAY || entry.d_tag == DT_INIT
-              ? " (code that runs when it is loaded)"
-              : "",
-          "; programs must be self-contained"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("CPU object has dynamic tag ", entry.d_tag,
+                       entry.d_tag == DT_NEEDED ? " (needs a library)" : "",
+                       entry.d_tag == DT_INIT_ARRAY || entry.d_tag == DT_INIT
+                           ? " (code that runs when it is loaded)"
+                           : "",
+                       "; programs must be self-contained"));
     }
     if (!table.emplace(entry.d_tag, entry.d_un.d_val).second) {
       return absl::InvalidArgumentError(
@@ -481,8 +478,7 @@ absl::StatusOr<std::map<int64_t, uint64_t>> DynamicTable(const ElfFile& elf) {
   return absl::InvalidArgumentError("CPU object's dynamic table has no end");
 }
 
-bool IsInWritableSegment(const ElfFile& elf, uint64_t address,
-                         uint64_t bytes) {
+bool IsInWritableSegment(const ElfFile& elf, uint64_t address, uint64_t bytes) {
   for (const Elf64_Phdr& segment : elf.segments()) {
     if (segment.p_type == PT_LOAD && (segment.p_flags & PF_W) != 0 &&
         address >= segment.p_vaddr &&
@@ -500,8 +496,7 @@ absl::Status CheckRelocations(const ElfFile& elf,
   const auto bytes = dynamic.find(DT_RELASZ);
   if (at == dynamic.end() && bytes == dynamic.end()) return absl::OkStatus();
   if (at == dynamic.end() || bytes == dynamic.end()) {
-    return absl::InvalidArgumentError(
-        "CPU object has half a relocation table");
+    return absl::InvalidArgumentError("CPU object has half a relocation table");
   }
   ASSIGN_OR_RETURN(const absl::string_view table,
                    elf.AtAddress(at->second, bytes->second));
@@ -568,17 +563,17 @@ absl::StatusOr<uint32_t> ReadArgsBytes(const ElfFile& elf,
                                        const ElfSymbol& symbol) {
   uint32_t bytes = 0;
   if (symbol.type() != STT_OBJECT || symbol.entry.st_size != sizeof(bytes)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "CPU object's ", name, " has ", symbol.entry.st_size,
-        " bytes; expected a u32 constant"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("CPU object's ", name, " has ", symbol.entry.st_size,
+                     " bytes; expected a u32 constant"));
   }
   ASSIGN_OR_RETURN(const absl::string_view raw,
                    elf.AtAddress(symbol.entry.st_value, sizeof(bytes)));
   ReadObject(raw, 0, &bytes);
   if (bytes == 0 || bytes > kArgsBytesMax) {
     return absl::InvalidArgumentError(
-        absl::StrCat("CPU object's ", name, " is ", bytes,
-                     ", expected 1 to ", kArgsBytesMax));
+        absl::StrCat("CPU object's ", name, " is ", bytes, ", expected 1 to ",
+                     kArgsBytesMax));
   }
   return bytes;
 }

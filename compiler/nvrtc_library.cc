@@ -54,8 +54,8 @@ template <typename Function>
 absl::Status Resolve(void* handle, const char* symbol, Function* function) {
   void* address = dlsym(handle, symbol);
   if (address == nullptr) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("libnvrtc lacks ", symbol, "; CUDA 12 or newer is needed"));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "libnvrtc lacks ", symbol, "; CUDA 12 or newer is needed"));
   }
   *function = reinterpret_cast<Function>(address);
   return absl::OkStatus();
@@ -108,12 +108,11 @@ class NvrtcCompiler : public WorkerCompiler {
       texts.push_back(text.c_str());
     }
     NvrtcProgram program = nullptr;
-    result.status = Check(
-        nvrtc_.create_program(&program, job.unit.text.c_str(),
-                              job.unit.name.c_str(),
-                              static_cast<int>(names.size()), texts.data(),
-                              names.data()),
-        "nvrtcCreateProgram");
+    result.status =
+        Check(nvrtc_.create_program(
+                  &program, job.unit.text.c_str(), job.unit.name.c_str(),
+                  static_cast<int>(names.size()), texts.data(), names.data()),
+              "nvrtcCreateProgram");
     if (!result.status.ok()) return result;
     CompileProgram(program, job, &result);
     nvrtc_.destroy_program(&program);
@@ -155,8 +154,8 @@ class NvrtcCompiler : public WorkerCompiler {
         Check(nvrtc_.get_cubin_size(program, &bytes), "nvrtcGetCUBINSize");
     if (!result->status.ok()) return;
     result->binary.resize(bytes);
-    result->status =
-        Check(nvrtc_.get_cubin(program, result->binary.data()), "nvrtcGetCUBIN");
+    result->status = Check(nvrtc_.get_cubin(program, result->binary.data()),
+                           "nvrtcGetCUBIN");
     if (result->status.ok() && bytes == 0) {
       result->status = absl::InternalError("nvrtcGetCUBIN gave an empty cubin");
     }
@@ -200,8 +199,7 @@ absl::StatusOr<std::vector<FileIdentity>> NvrtcComponents(
     return a.path < b.path;
   };
   std::sort(builtins.begin(), builtins.end(), by_path);
-  builtins.erase(std::unique(builtins.begin(), builtins.end()),
-                 builtins.end());
+  builtins.erase(std::unique(builtins.begin(), builtins.end()), builtins.end());
   if (builtins.empty()) {
     return absl::NotFoundError(
         absl::StrCat(kBuiltinsPrefix, "* is not beside ", main.path,

@@ -44,8 +44,8 @@ class MappedFile {
     }
     const int fd = open(file.path.c_str(), O_RDONLY | O_CLOEXEC);
     if (fd < 0) return ErrnoStatus(errno, "cannot open", file.path);
-    void* data = mmap(nullptr, file.bytes, PROT_READ, MAP_PRIVATE | MAP_POPULATE,
-                      fd, 0);
+    void* data =
+        mmap(nullptr, file.bytes, PROT_READ, MAP_PRIVATE | MAP_POPULATE, fd, 0);
     const int code = errno;
     close(fd);
     if (data == MAP_FAILED) return ErrnoStatus(code, "cannot map", file.path);
@@ -54,7 +54,9 @@ class MappedFile {
 
   MappedFile(MappedFile&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
+
   MappedFile& operator=(MappedFile&&) = delete;
+
   ~MappedFile() {
     if (data_ != nullptr) munmap(data_, bytes_);
   }
@@ -138,18 +140,15 @@ bool FromMemo(absl::string_view value, CompilerSetup* setup) {
   for (size_t i = 3; i < fields.size(); i += 4) {
     absl::StatusOr<FileIdentity> now = IdentifyFile(fields[i].value);
     if (!now.ok() || now->path != fields[i].value ||
-        fields[i + 1].value !=
-            absl::StrCat(static_cast<int64_t>(now->bytes)) ||
+        fields[i + 1].value != absl::StrCat(static_cast<int64_t>(now->bytes)) ||
         fields[i + 2].value != absl::StrCat(now->mtime_ns) ||
-        fields[i + 3].value !=
-            absl::StrCat(static_cast<int64_t>(now->inode))) {
+        fields[i + 3].value != absl::StrCat(static_cast<int64_t>(now->inode))) {
       return false;
     }
     components.push_back(*std::move(now));
   }
-  setup->toolchain = {.name = fields[0].value,
-                      .version = fields[1].value,
-                      .content = *content};
+  setup->toolchain = {
+      .name = fields[0].value, .version = fields[1].value, .content = *content};
   setup->components = std::move(components);
   return true;
 }
@@ -254,8 +253,7 @@ absl::StatusOr<CompilerSetup> ProbeCcCpu(const std::string& executable,
   setup.toolchain.name = hello.compiler;
   setup.toolchain.version = hello.version;
   setup.components = std::move(hello.components);
-  ASSIGN_OR_RETURN(setup.toolchain.content,
-                   HashContent(setup.components, ""));
+  ASSIGN_OR_RETURN(setup.toolchain.content, HashContent(setup.components, ""));
   if (memo != nullptr) memo->Store(key, MemoValue(setup));
   return setup;
 }

@@ -25,8 +25,8 @@ constexpr size_t kReadBytes = 256u << 10;
 int TakeChannel() {
   struct stat info;
   if (fstat(STDIN_FILENO, &info) != 0 || !S_ISSOCK(info.st_mode)) {
-    std::fprintf(stderr,
-                 "this is a compiler worker; kiln starts it when it needs it\n");
+    std::fprintf(
+        stderr, "this is a compiler worker; kiln starts it when it needs it\n");
     return -1;
   }
   const int channel = fcntl(STDIN_FILENO, F_DUPFD_CLOEXEC, 3);
@@ -101,9 +101,9 @@ WorkerResult RunJob(WorkerCompiler* compiler, const WorkerJob& job) {
   const auto start = std::chrono::steady_clock::now();
   WorkerResult result = compiler->Compile(job);
   result.id = job.id;
-  result.seconds = std::chrono::duration<double>(
-                       std::chrono::steady_clock::now() - start)
-                       .count();
+  result.seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
+          .count();
   return result;
 }
 
@@ -134,8 +134,9 @@ int ServeCompiler(
     absl::StatusOr<WorkerJob> job =
         (*frame)->type == FrameType::kJob
             ? DecodeJob((*frame)->payload)
-            : absl::DataLossError("compiler worker received a frame that is "
-                                  "no job");
+            : absl::DataLossError(
+                  "compiler worker received a frame that is "
+                  "no job");
     if (!job.ok()) {
       SendFrame(channel, EncodeFailure(job.status()));
       return 1;

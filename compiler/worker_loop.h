@@ -21,6 +21,7 @@ class WorkerCompiler {
   // Never fails as a call: a reject is a result. Must be a pure function of the
   // job. `id` and `seconds` of the result are filled in by the caller.
   virtual WorkerResult Compile(const WorkerJob& job) = 0;
+
   // False once the process must not compile again; it then ends and is
   // replaced.
   virtual bool Reusable() const { return true; }

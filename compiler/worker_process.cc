@@ -31,11 +31,13 @@ struct DescriptorPair {
   DescriptorPair() = default;
   DescriptorPair(const DescriptorPair&) = delete;
   DescriptorPair& operator=(const DescriptorPair&) = delete;
+
   ~DescriptorPair() {
     for (const int one : fd) {
       if (one >= 0) close(one);
     }
   }
+
   int Release(int index) {
     const int released = fd[index];
     fd[index] = -1;
@@ -91,9 +93,8 @@ absl::StatusOr<pid_t> Spawn(const WorkerCommand& command, int channel,
 
 // Gone for good, as opposed to "nothing now".
 bool IsFinal(ssize_t count) {
-  return count == 0 ||
-         (count < 0 && errno != EAGAIN && errno != EWOULDBLOCK &&
-          errno != EINTR);
+  return count == 0 || (count < 0 && errno != EAGAIN && errno != EWOULDBLOCK &&
+                        errno != EINTR);
 }
 
 }  // namespace
@@ -102,8 +103,7 @@ absl::StatusOr<std::unique_ptr<WorkerProcess>> WorkerProcess::Start(
     const WorkerCommand& command) {
   DescriptorPair channel, errors;
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, channel.fd) != 0) {
-    return ErrnoStatus(errno, "cannot create a socket for",
-                       command.executable);
+    return ErrnoStatus(errno, "cannot create a socket for", command.executable);
   }
   if (pipe2(errors.fd, O_CLOEXEC) != 0) {
     return ErrnoStatus(errno, "cannot create a pipe for", command.executable);

@@ -44,7 +44,9 @@ class WorkerProcess {
 
   // For poll(2): both are non-blocking; errors() is -1 once it has ended.
   int channel() const { return channel_; }
+
   int errors() const { return errors_; }
+
   pid_t pid() const { return pid_; }
 
   // Queues bytes and sends what the socket takes now. False when the peer is
@@ -52,21 +54,26 @@ class WorkerProcess {
   bool Send(absl::string_view bytes);
   // Sends more of what is queued.
   bool Flush();
+
   bool WantsToSend() const { return sent_ < outgoing_.size(); }
 
   // Reads what is there into the parser. False at the end of the stream.
   bool Receive();
+
   absl::StatusOr<std::optional<Frame>> NextFrame() { return parser_.Next(); }
 
   // Reads what is there from standard error, of which the last part is kept.
   void ReceiveErrors();
+
   const std::string& error_text() const { return error_text_; }
+
   void ClearErrorText() { error_text_.clear(); }
 
   // Waits at most `patience` for the process to end by itself, kills its group
   // if it still runs, reaps it, and says how it ended: "exited with code 3",
   // "was killed by signal 11 (Segmentation fault)".
   std::string Finish(absl::Duration patience = absl::ZeroDuration());
+
   // Valid after Finish: the signal that ended the process before Finish had to,
   // or 0.
   int ending_signal() const { return ending_signal_; }

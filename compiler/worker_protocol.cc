@@ -27,14 +27,18 @@ constexpr uint32_t kOptionsMax = 256;
 class Writer {
  public:
   Writer& U32(uint32_t value) { return Integer(value, 4); }
+
   Writer& U64(uint64_t value) { return Integer(value, 8); }
+
   Writer& F64(double value) { return U64(std::bit_cast<uint64_t>(value)); }
+
   Writer& Text(absl::string_view text) {
     // Longer texts exceed the frame in any case; Finish reports them.
     U32(static_cast<uint32_t>(text.size()));
     bytes_.append(text.data(), text.size());
     return *this;
   }
+
   Writer& Texts(const std::vector<std::string>& texts) {
     U32(static_cast<uint32_t>(texts.size()));
     for (const std::string& text : texts) Text(text);
@@ -79,8 +83,11 @@ class Reader {
   explicit Reader(absl::string_view bytes) : bytes_(bytes) {}
 
   uint32_t U32() { return static_cast<uint32_t>(LoadInteger(Take(4))); }
+
   uint64_t U64() { return LoadInteger(Take(8)); }
+
   double F64() { return std::bit_cast<double>(U64()); }
+
   std::string Text() { return std::string(Take(U32())); }
 
   // A list length of at most `max`.
@@ -90,6 +97,7 @@ class Reader {
     Fail(absl::StrCat(count, " ", what, ", at most ", max, " are accepted"));
     return 0;
   }
+
   std::vector<std::string> Texts(uint32_t max, absl::string_view what) {
     std::vector<std::string> texts;
     const uint32_t count = Count(max, what);
@@ -102,6 +110,7 @@ class Reader {
   void Fail(absl::string_view reason) {
     if (error_.empty()) error_ = std::string(reason);
   }
+
   absl::Status Finish(absl::string_view message) {
     if (!bytes_.empty()) {
       Fail(absl::StrCat(bytes_.size(), " bytes follow its end"));
@@ -160,8 +169,8 @@ absl::StatusOr<FileIdentity> IdentifyFile(const std::string& path) {
   return FileIdentity{
       .path = resolved,
       .bytes = static_cast<uint64_t>(info.st_size),
-      .mtime_ns = int64_t{info.st_mtim.tv_sec} * 1'000'000'000 +
-                  info.st_mtim.tv_nsec,
+      .mtime_ns =
+          int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + info.st_mtim.tv_nsec,
       .inode = info.st_ino,
   };
 }

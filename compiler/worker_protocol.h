@@ -108,10 +108,12 @@ class FrameParser {
   void Feed(absl::string_view bytes) {
     buffer_.append(bytes.data(), bytes.size());
   }
+
   // The next whole frame, or nullopt when more bytes are needed. DataLoss for
   // an unknown type or a length above kFrameBytesMax; the stream is then
   // unusable.
   absl::StatusOr<std::optional<Frame>> Next();
+
   // True when no part of a frame is held.
   bool Empty() const { return buffer_.empty(); }
 

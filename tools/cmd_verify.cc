@@ -1,14 +1,42 @@
 // kiln verify: is a bundle whole, and is it the one that was meant?
 
+#include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "absl/strings/str_cat.h"
+#include "compiler/base/digest.h"
 #include "compiler/base/status_macros.h"
 #include "tools/bundle_view.h"
 #include "tools/cli.h"
 
 namespace kiln {
+namespace {
+
+// The root covers every byte; this covers what the bytes say about each other.
+absl::Status CheckBinaryDigests(const BundleView& bundle) {
+  for (uint32_t s = 0; s < bundle.info().section_count; ++s) {
+    const kiln_section_info_t section = bundle.Section(s);
+    for (uint32_t p = 0; p < section.program_count; ++p) {
+      const kiln_program_info_t program = bundle.Program(s, p);
+      const Digest found =
+          Sha256({static_cast<const char*>(program.data), program.bytes});
+      Digest declared;
+      std::copy(std::begin(program.binary_digest),
+                std::end(program.binary_digest), declared.bytes.begin());
+      if (found != declared) {
+        return absl::DataLossError(absl::StrCat(
+            "program ", p, " of section ", section.target, " hashes to ",
+            found.ToHex(), ", the bundle declares ", declared.ToHex()));
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
 
 absl::StatusOr<int> RunVerify(const GlobalOptions& global,
                               const VerifyCommand& command) {
@@ -18,6 +46,7 @@ absl::StatusOr<int> RunVerify(const GlobalOptions& global,
   }
   ASSIGN_OR_RETURN(const BundleView bundle,
                    BundleView::Open(command.file, root));
+  RETURN_IF_ERROR(CheckBinaryDigests(bundle));
   const bool predicted = (bundle.info().flags & KILN_CONTAINS_PREDICTED) != 0;
   if (global.json) {
     nlohmann::ordered_json out;

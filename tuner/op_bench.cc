@@ -216,8 +216,7 @@ absl::Status OpBench::CheckInputs() const {
 absl::StatusOr<std::string> OpBench::RestoreTokens() {
   std::string finding;
   for (const Inputs& inputs : inputs_) {
-    RETURN_IF_ERROR(
-        Restore(device_, inputs.x, inputs.host.x, "x", &finding));
+    RETURN_IF_ERROR(Restore(device_, inputs.x, inputs.host.x, "x", &finding));
     RETURN_IF_ERROR(Restore(device_, inputs.topk_ids, inputs.host.topk_ids,
                             "topk_ids", &finding));
     RETURN_IF_ERROR(Restore(device_, inputs.topk_weights,

@@ -104,7 +104,9 @@ class ObjectReader {
                                       ", must be one of ", known));
   }
 
-  absl::StatusOr<std::string> Name(absl::string_view key) {
+  // Text for people. With `ascii` also a key in a bundle, whose strings are
+  // printable ASCII.
+  absl::StatusOr<std::string> Name(absl::string_view key, bool ascii) {
     ASSIGN_OR_RETURN(const JsonNode* value,
                      Required(key, JsonNode::Kind::kString));
     if (value->text.empty() || value->text.size() > kNameBytesMax) {
@@ -118,6 +120,12 @@ class ObjectReader {
                      absl::StrCat("\"", key, "\" is ", JsonExcerpt(*value),
                                   ", must not contain control "
                                   "characters"));
+      }
+      if (ascii && static_cast<unsigned char>(c) > 0x7E) {
+        return Error(*value,
+                     absl::StrCat("\"", key, "\" is ", JsonExcerpt(*value),
+                                  ", must be printable ASCII: it names a "
+                                  "bundle's entry"));
       }
     }
     return value->text;
@@ -240,7 +248,7 @@ absl::StatusOr<Request> ParseRequest(absl::string_view file,
        "deterministic"}));
   Request request;
   RequestGeometry& geometry = request.geometry;
-  ASSIGN_OR_RETURN(request.name, reader.Name("name"));
+  ASSIGN_OR_RETURN(request.name, reader.Name("name", true));
   ASSIGN_OR_RETURN(geometry.op,
                    reader.Word<Op>("op", {{"fused_moe", Op::kFusedMoe}}));
   ASSIGN_OR_RETURN(request.layers, ParseLayers(&reader));
@@ -297,7 +305,7 @@ absl::StatusOr<Manifest> ParseManifest(absl::string_view text,
   }
   RETURN_IF_ERROR(reader.CheckKeys({"schema", "name", "requests"}));
   Manifest manifest;
-  ASSIGN_OR_RETURN(manifest.name, reader.Name("name"));
+  ASSIGN_OR_RETURN(manifest.name, reader.Name("name", false));
   ASSIGN_OR_RETURN(const JsonNode* requests,
                    reader.Required("requests", JsonNode::Kind::kArray));
   if (requests->items.empty() || requests->items.size() > kRequestsMax) {

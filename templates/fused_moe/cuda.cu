@@ -13,7 +13,8 @@
 //   KILN_PART: 0 support entries (route, rotate, activate, combine)
 //              1 fc1 and fc2, 2 fc1 alone, 3 fc2 alone
 // Axes, read by parts 1..3 only:
-//   KILN_TOKENS_TILE T     8, 16, 32, 64 or 128 rows of one expert per block
+//   KILN_TOKENS_TILE T     8 or a multiple of 16 up to 128: rows of one expert
+//                          per block
 //   KILN_CHANNELS_TILE C   64, 128 or 256 output channels per block; divides I
 //                          (fc1) and H (fc2); C >= 16 * KILN_WARPS
 //   KILN_K_TILE            32, 64 or 128 input channels per pipeline stage

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -78,10 +79,18 @@ class Template : public KernelTemplate {
   ParamSpace Enumerate(const Problem& problem,
                        size_t points_max) const override {
     const std::vector<Axis> axes = Axes();
+    std::map<int64_t, double> tiles;
+    for (const int64_t tile : axes.front().values) {
+      tiles[tile] =
+          FusedMoeTilesExpected(problem.geometry, static_cast<uint32_t>(tile),
+                                problem.interval.m_max);
+    }
     return OrderPoints(
         axes, {"stages"},
         [&](const AxisPoint& point) { return Constraint(problem, point); },
-        [&](const AxisPoint& point) { return Cost(problem, point); },
+        [&](const AxisPoint& point) {
+          return Cost(problem, point, tiles.at(point.at("tokens_tile")));
+        },
         points_max);
   }
 
@@ -165,7 +174,9 @@ class Template : public KernelTemplate {
   // matters. Constants: least squares over the harness's --sweep on an H200
   // (README.md, "Measured"), where the predicted best is within 7 % of the
   // measured best and the first 16 contain it, for m = 1 to 4096.
-  static double Cost(const Problem& problem, const AxisPoint& point) {
+  // tiles: how many the interval's largest m is expected to have.
+  static double Cost(const Problem& problem, const AxisPoint& point,
+                     double tiles) {
     // Reading partial sums takes the next kernel a round of loads per slice.
     constexpr double kActivateSplitCycles = 450;
     constexpr double kCombineSplitCycles = 1900;
@@ -173,8 +184,8 @@ class Template : public KernelTemplate {
     const Product fc2 = Fc2(problem.geometry);
     const int64_t split1 = point.at("split_fc1");
     const int64_t split2 = point.at("split_fc2");
-    return ProductCost(problem, point, fc1, split1) +
-           ProductCost(problem, point, fc2, split2) +
+    return ProductCost(problem, point, tiles, fc1, split1) +
+           ProductCost(problem, point, tiles, fc2, split2) +
            SplitCost(problem, fc1, split1, kActivateSplitCycles) +
            SplitCost(problem, fc2, split2, kCombineSplitCycles);
   }
@@ -193,7 +204,8 @@ class Template : public KernelTemplate {
   }
 
   static double ProductCost(const Problem& problem, const AxisPoint& point,
-                            const Product& product, int64_t split) {
+                            double tiles, const Product& product,
+                            int64_t split) {
     // Issue slots of a warp: decoding a 16 x 16 tile, one MMA of 8 tokens, the
     // barrier of a stage, and one 16-byte copy (twice: in the loop, and before
     // it, where nothing overlaps).
@@ -210,18 +222,15 @@ class Template : public KernelTemplate {
     constexpr double kTailLoss = 0.1;
     const RequestGeometry& geometry = problem.geometry;
     const DeviceProfile& device = problem.device;
-    const auto tile = static_cast<uint32_t>(point.at("tokens_tile"));
+    const auto tile = static_cast<double>(point.at("tokens_tile"));
     const auto warps = static_cast<double>(point.at("warps"));
     const auto channels = static_cast<double>(point.at("channels_tile"));
     const auto k_tile = static_cast<double>(point.at("k_tile"));
     const auto stages = static_cast<double>(point.at("stages"));
-    const double tiles =
-        FusedMoeTilesExpected(geometry, tile, problem.interval.m_max);
     const double rows = static_cast<double>(problem.interval.m_max) *
                         static_cast<double>(geometry.top_k);
     // Groups of 16 tokens without rows are skipped.
-    const double live =
-        std::min<double>(tile, std::ceil(rows / tiles / 16) * 16);
+    const double live = std::min(tile, std::ceil(rows / tiles / 16) * 16);
     const double strips = channels / 16 / warps;
     const double slice = std::ceil(static_cast<double>(product.inputs) / 128 /
                                    static_cast<double>(split)) *

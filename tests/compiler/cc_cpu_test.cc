@@ -7,7 +7,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -89,14 +92,18 @@ class Loaded {
     if (handle_ == nullptr) error_ = dlerror();
     close(fd);
   }
+
   Loaded(const Loaded&) = delete;
   Loaded& operator=(const Loaded&) = delete;
+
   ~Loaded() {
     if (handle_ != nullptr) dlclose(handle_);
   }
+
   void* Find(const char* name) const {
     return handle_ == nullptr ? nullptr : dlsym(handle_, name);
   }
+
   const std::string& error() const { return error_; }
 
  private:
@@ -110,8 +117,8 @@ class CcCpuLevelTest : public ::testing::TestWithParam<int> {};
 
 TEST_P(CcCpuLevelTest, MakesAnObjectThatPassesInspection) {
   KILN_SETUP_OR_SKIP(setup, CcCpuForTest());
-  const CompileJob job = Job(kAxpy, {"axpy", "clear"},
-                             absl::StrCat("cpu-x86-64-v", GetParam()));
+  const CompileJob job =
+      Job(kAxpy, {"axpy", "clear"}, absl::StrCat("cpu-x86-64-v", GetParam()));
   const CompileResult result = CompileOne(setup, job);
   ASSERT_OK(result.status);
   ASSERT_OK_AND_ASSIGN(
@@ -137,12 +144,14 @@ TEST(CcCpuTest, CompiledCodeComputes) {
   ASSERT_NE(axpy, nullptr) << loaded.error();
   EXPECT_EQ(loaded.Find("helper"), nullptr) << "not declared, so not exported";
   std::vector<float> x = {1, 2, 3, 4, 5, 6}, y(6, 100);
+
   const struct {
     const float* x;
     float* y;
     float a;
     uint32_t n;
   } args = {x.data(), y.data(), 0.5f, 3};
+
   axpy(&args, 1, 0, 0);
   EXPECT_THAT(y, ElementsAre(100, 100, 100, 104, 105, 106));
 }
@@ -165,10 +174,12 @@ TEST(CcCpuTest, RoundsTwiceWhereTheSourceSaysSo) {
   // (1 + 2^-12)^2 - 1: the product's 2^-24 is lost when it is rounded.
   const float x[3] = {1 + 0x1p-12f, 1 + 0x1p-12f, -1};
   float y = 0;
+
   const struct {
     const float* x;
     float* y;
   } args = {x, &y};
+
   k(&args, 0, 0, 0);
   EXPECT_EQ(y, 0x1p-11f);
 }
@@ -195,11 +206,13 @@ TEST(CcCpuTest, ProgramsBringTheirMemoryFunctions) {
   ASSERT_NE(k, nullptr) << loaded.error();
   const std::string x = "abcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyz";
   std::string y(x.size(), '?');
+
   const struct {
     const char* x;
     char* y;
     uint64_t n;
   } args = {x.data(), y.data(), x.size()};
+
   k(&args, 0, 0, 0);
   EXPECT_EQ(y, x);
   k(&args, 2, 0, 0);
@@ -208,6 +221,58 @@ TEST(CcCpuTest, ProgramsBringTheirMemoryFunctions) {
   EXPECT_EQ(y[0], 1);
   k(&args, 1, 0, 0);
   EXPECT_EQ(y, std::string(x.size(), '\7'));
+}
+
+// x86-64-v2 has no fused multiply-add; the program brings an exact one.
+TEST(CcCpuTest, FusedMultiplyAddIsExactOnEveryLevel) {
+  KILN_SETUP_OR_SKIP(setup, CcCpuForTest());
+  const char source[] = R"(
+    struct Args { const f32* x; f32* y; };
+    ENTRY(k) {
+      const Args& p = *static_cast<const Args*>(args);
+      p.y[bx] = __builtin_fmaf(p.x[3 * bx], p.x[3 * bx + 1], p.x[3 * bx + 2]);
+    }
+  )";
+  ASSERT_OK_AND_ASSIGN(const Target host, HostCpuTarget());
+  for (int level = 2; level <= host.level; ++level) {
+    const CompileJob job =
+        Job(source, {"k"}, absl::StrCat("cpu-x86-64-v", level));
+    const CompileResult result = CompileOne(setup, job);
+    ASSERT_OK(result.status);
+    EXPECT_OK(InspectProgram(result.binary, job.target, job.unit.entries));
+    const Loaded loaded(result.binary);
+    const auto k = reinterpret_cast<Entry>(loaded.Find("k"));
+    ASSERT_NE(k, nullptr) << loaded.error();
+    std::mt19937 random(level);
+    constexpr uint32_t kCount = 200000;
+    std::vector<float> x(3 * kCount), y(kCount);
+    for (uint32_t i = 0; i < kCount; ++i) {
+      // All of float in turn with values that nearly cancel or nearly tie.
+      for (int j = 0; j < 3; ++j) {
+        const auto bits = static_cast<uint32_t>(random());
+        std::memcpy(&x[3 * i + j], &bits, sizeof(bits));
+      }
+      if (i % 2 == 0) x[3 * i + 2] = -x[3 * i] * x[3 * i + 1];
+      if (i % 4 == 0) x[3 * i + 2] *= std::ldexp(1.0f, i % 60 - 30);
+    }
+
+    const struct {
+      const float* x;
+      float* y;
+    } args = {x.data(), y.data()};
+
+    for (uint32_t i = 0; i < kCount; ++i) {
+      k(&args, i, 0, 0);
+      const float want = std::fma(x[3 * i], x[3 * i + 1], x[3 * i + 2]);
+      if (std::isnan(want)) {
+        ASSERT_TRUE(std::isnan(y[i])) << i;
+      } else {
+        ASSERT_EQ(std::memcmp(&y[i], &want, sizeof(want)), 0)
+            << x[3 * i] << " * " << x[3 * i + 1] << " + " << x[3 * i + 2]
+            << " = " << want << ", not " << y[i];
+      }
+    }
+  }
 }
 
 TEST(CcCpuTest, AUnitMayDefineItsOwnMemoryFunctions) {
@@ -257,14 +322,12 @@ TEST(CcCpuTest, GivesTheSameBytesAndLogEverywhere) {
 
 TEST(CcCpuTest, RejectsASourceThatDoesNotCompile) {
   KILN_SETUP_OR_SKIP(setup, CcCpuForTest());
-  const CompileResult result =
-      CompileOne(setup, Job("struct Args {};\nENTRY(k) { undeclared(); }",
-                            {"k"}));
-  EXPECT_THAT(result.status,
-              StatusIs(absl::StatusCode::kInvalidArgument,
-                       AllOf(HasSubstr("test/kernels.cc:2:"),
-                             HasSubstr("undeclared"),
-                             HasSubstr("cpu-x86-64-v3"))));
+  const CompileResult result = CompileOne(
+      setup, Job("struct Args {};\nENTRY(k) { undeclared(); }", {"k"}));
+  EXPECT_THAT(result.status, StatusIs(absl::StatusCode::kInvalidArgument,
+                                      AllOf(HasSubstr("test/kernels.cc:2:"),
+                                            HasSubstr("undeclared"),
+                                            HasSubstr("cpu-x86-64-v3"))));
   EXPECT_THAT(result.log, HasSubstr("ENTRY(k) { undeclared(); }"));
 }
 
@@ -272,8 +335,8 @@ TEST(CcCpuTest, RejectsAMissingEntryAndNamesIt) {
   KILN_SETUP_OR_SKIP(setup, CcCpuForTest());
   const CompileResult result =
       CompileOne(setup, Job(kAxpy, {"axpy", "clear", "omega"}));
-  EXPECT_THAT(result.status, StatusIs(absl::StatusCode::kInvalidArgument,
-                                      HasSubstr("omega")));
+  EXPECT_THAT(result.status,
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("omega")));
 }
 
 TEST(CcCpuTest, RejectsAnUndefinedFunctionAndNamesIt) {
@@ -282,10 +345,9 @@ TEST(CcCpuTest, RejectsAnUndefinedFunctionAndNamesIt) {
       setup, Job("struct Args { int x; };\nextern \"C\" void printf(...);\n"
                  "ENTRY(k) { printf(args, bx); }",
                  {"k"}));
-  EXPECT_THAT(result.status,
-              StatusIs(absl::StatusCode::kInvalidArgument,
-                       AllOf(HasSubstr("undefined symbol"),
-                             HasSubstr("printf"))));
+  EXPECT_THAT(result.status, StatusIs(absl::StatusCode::kInvalidArgument,
+                                      AllOf(HasSubstr("undefined symbol"),
+                                            HasSubstr("printf"))));
   EXPECT_THAT(result.log, Not(HasSubstr("/proc/self/fd")));
 }
 
@@ -309,7 +371,8 @@ TEST(CcCpuTest, InspectorRefusesCodeThatRunsWhenItIsLoaded) {
     // The empty asm keeps Clang from running it at compile time.
     __attribute__((constructor)) void Run() { asm("" : "+r"(state)); }
     ENTRY(k) { *(int*)args = state; }
-  )", {"k"});
+  )",
+                             {"k"});
   const CompileResult result = CompileOne(setup, job);
   ASSERT_OK(result.status);
   EXPECT_THAT(InspectProgram(result.binary, job.target, job.unit.entries),
@@ -323,7 +386,8 @@ TEST(CcCpuTest, InspectorRefusesThreadLocalStorage) {
     struct Args { int x; };
     thread_local int state;
     ENTRY(k) { *(int*)args = state++; }
-  )", {"k"});
+  )",
+                       {"k"});
   job.unit.options = {"-ftls-model=local-exec"};
   const CompileResult result = CompileOne(setup, job);
   if (result.status.ok()) {
@@ -338,10 +402,10 @@ TEST(CcCpuTest, InspectorRefusesACpuObjectAsCubinAndTheReverse) {
   KILN_SETUP_OR_SKIP(setup, CcCpuForTest());
   const CompileResult result = CompileOne(setup, Job(kAxpy, {"axpy", "clear"}));
   ASSERT_OK(result.status);
-  EXPECT_THAT(InspectProgram(result.binary, *ParseTarget("sm_90a"),
-                             {"axpy", "clear"}),
-              StatusIs(absl::StatusCode::kInvalidArgument,
-                       HasSubstr("ELF machine 62 and type 3")));
+  EXPECT_THAT(
+      InspectProgram(result.binary, *ParseTarget("sm_90a"), {"axpy", "clear"}),
+      StatusIs(absl::StatusCode::kInvalidArgument,
+               HasSubstr("ELF machine 62 and type 3")));
 }
 
 TEST(CcCpuTest, InspectorRefusesAnEntryWithoutItsArgumentSize) {
@@ -349,9 +413,9 @@ TEST(CcCpuTest, InspectorRefusesAnEntryWithoutItsArgumentSize) {
   const CompileJob job =
       Job("extern \"C\" void k(const void*, unsigned, unsigned, unsigned) {}",
           {"k"});
-  EXPECT_THAT(CompileOne(setup, job).status,
-              StatusIs(absl::StatusCode::kInvalidArgument,
-                       HasSubstr("k_args_bytes")));
+  EXPECT_THAT(
+      CompileOne(setup, job).status,
+      StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("k_args_bytes")));
 }
 
 TEST(CcCpuTest, StopsAtTheDeadline) {
@@ -383,9 +447,8 @@ TEST(CcCpuTest, ACrashOfTheCompilerIsARejectAndTheNextCompileWorks) {
   ASSERT_OK_AND_ASSIGN(
       const auto results,
       pool.Run(std::vector<CompileJob>{job, Job(kAxpy, {"axpy", "clear"})}));
-  EXPECT_THAT(results[0].status,
-              StatusIs(absl::StatusCode::kInternal,
-                       HasSubstr("killed by signal")));
+  EXPECT_THAT(results[0].status, StatusIs(absl::StatusCode::kInternal,
+                                          HasSubstr("killed by signal")));
   EXPECT_OK(results[1].status);
 }
 

@@ -63,13 +63,12 @@ TEST(CompilePoolTest, GivesResultsInTheOrderOfTheJobs) {
   std::vector<size_t> completed;
   ASSERT_OK_AND_ASSIGN(
       const std::vector<CompileResult> results,
-      pool.Run(jobs, {.on_results =
-                          [&](absl::Span<const CompileResult> some) {
-                            for (const auto& one : some) {
-                              completed.push_back(one.index);
-                            }
-                            return absl::OkStatus();
-                          }}));
+      pool.Run(jobs, {.on_results = [&](absl::Span<const CompileResult> some) {
+                 for (const auto& one : some) {
+                   completed.push_back(one.index);
+                 }
+                 return absl::OkStatus();
+               }}));
   ASSERT_THAT(results, SizeIs(5));
   for (size_t i = 0; i < results.size(); ++i) {
     EXPECT_EQ(results[i].index, i);
@@ -118,10 +117,9 @@ TEST(CompilePoolTest, RejectsWhatTheCompilerRefusesAndKeepsItsLog) {
 
 TEST(CompilePoolTest, RejectsTheJobOfACrashedWorkerAndGoesOn) {
   CompilePool pool = MakePool({.jobs = 1});
-  ASSERT_OK_AND_ASSIGN(
-      const auto results,
-      pool.Run(std::vector<CompileJob>{Job("ok a"), Job("crash last words"),
-                                       Job("ok c")}));
+  ASSERT_OK_AND_ASSIGN(const auto results,
+                       pool.Run(std::vector<CompileJob>{
+                           Job("ok a"), Job("crash last words"), Job("ok c")}));
   EXPECT_OK(results[0].status);
   EXPECT_THAT(results[1].status,
               StatusIs(absl::StatusCode::kInternal,
@@ -145,25 +143,22 @@ TEST(CompilePoolTest, RejectsASourceThatEatsAllMemory) {
   GTEST_SKIP() << "sanitizers need more address space than the limit";
 #endif
   CompilePool pool = MakePool({.jobs = 1});
-  ASSERT_OK_AND_ASSIGN(
-      const auto results,
-      pool.Run(std::vector<CompileJob>{Job("eat"), Job("ok after")}));
+  ASSERT_OK_AND_ASSIGN(const auto results, pool.Run(std::vector<CompileJob>{
+                                               Job("eat"), Job("ok after")}));
   EXPECT_THAT(results[0].status, StatusIs(absl::StatusCode::kInternal));
   EXPECT_THAT(results[0].log, HasSubstr("bad_alloc"));
   EXPECT_EQ(results[1].binary, "after");
 }
 
 TEST(CompilePoolTest, StopsACompileAtItsDeadline) {
-  CompilePool pool =
-      MakePool({.jobs = 1, .deadline = absl::Milliseconds(200)});
+  CompilePool pool = MakePool({.jobs = 1, .deadline = absl::Milliseconds(200)});
   ASSERT_OK(pool.Run(std::vector<CompileJob>{Job("ok")}));
   const int pid = pool.WorkerPids().at(0);
   ASSERT_OK_AND_ASSIGN(
       const auto results,
       pool.Run(std::vector<CompileJob>{Job("sleep 60"), Job("ok after")}));
-  EXPECT_THAT(results[0].status,
-              StatusIs(absl::StatusCode::kDeadlineExceeded,
-                       HasSubstr("ran longer than 200ms")));
+  EXPECT_THAT(results[0].status, StatusIs(absl::StatusCode::kDeadlineExceeded,
+                                          HasSubstr("ran longer than 200ms")));
   EXPECT_GE(results[0].seconds, 0.2);
   EXPECT_LT(results[0].seconds, 10);
   EXPECT_EQ(results[1].binary, "after");
@@ -205,10 +200,9 @@ TEST(CompilePoolTest, SurvivesTheDeathOfAnIdleWorker) {
 
 TEST(CompilePoolTest, ReplacesAWorkerThatCannotBeUsedAgain) {
   CompilePool pool = MakePool({.jobs = 1});
-  ASSERT_OK_AND_ASSIGN(
-      const auto results,
-      pool.Run(std::vector<CompileJob>{Job("last a"), Job("last b"),
-                                       Job("ok c")}));
+  ASSERT_OK_AND_ASSIGN(const auto results,
+                       pool.Run(std::vector<CompileJob>{
+                           Job("last a"), Job("last b"), Job("ok c")}));
   EXPECT_EQ(results[0].binary, "a");
   EXPECT_EQ(results[1].binary, "b");
   EXPECT_EQ(results[2].binary, "c");
@@ -218,11 +212,10 @@ TEST(CompilePoolTest, ReplacesAWorkerThatCannotBeUsedAgain) {
 TEST(CompilePoolTest, SharesItsWorkersBetweenBackends) {
   CompilePool pool({.jobs = 1},
                    {FakeSetup(Backend::kCuda), FakeSetup(Backend::kCpu)});
-  ASSERT_OK_AND_ASSIGN(
-      const auto results,
-      pool.Run(std::vector<CompileJob>{Job("ok 0"), Job("ok 1", "cpu-x86-64-v3"),
-                                       Job("ok 2"),
-                                       Job("ok 3", "cpu-x86-64-v3")}));
+  ASSERT_OK_AND_ASSIGN(const auto results,
+                       pool.Run(std::vector<CompileJob>{
+                           Job("ok 0"), Job("ok 1", "cpu-x86-64-v3"),
+                           Job("ok 2"), Job("ok 3", "cpu-x86-64-v3")}));
   for (size_t i = 0; i < results.size(); ++i) {
     EXPECT_EQ(results[i].binary, absl::StrCat(i));
   }
@@ -242,8 +235,9 @@ TEST(CompilePoolTest, FailsWhenTheWorkerDoesNotExist) {
   CompilerSetup setup = FakeSetup(Backend::kCuda);
   setup.command.executable = "/nowhere/kiln";
   CompilePool pool({}, {setup});
-  EXPECT_THAT(pool.Run(std::vector<CompileJob>{Job("ok")}),
-              StatusIs(absl::StatusCode::kNotFound, HasSubstr("/nowhere/kiln")));
+  EXPECT_THAT(
+      pool.Run(std::vector<CompileJob>{Job("ok")}),
+      StatusIs(absl::StatusCode::kNotFound, HasSubstr("/nowhere/kiln")));
 }
 
 TEST(CompilePoolTest, FailsWhenTheWorkerEndsBeforeItIsReady) {
@@ -251,10 +245,10 @@ TEST(CompilePoolTest, FailsWhenTheWorkerEndsBeforeItIsReady) {
   setup.command = {.executable = "/bin/sh",
                    .arguments = {"-c", "echo no luck >&2; exit 7"}};
   CompilePool pool({}, {setup});
-  EXPECT_THAT(pool.Run(std::vector<CompileJob>{Job("ok")}),
-              StatusIs(absl::StatusCode::kUnavailable,
-                       AllOf(HasSubstr("exited with code 7"),
-                             HasSubstr("no luck"))));
+  EXPECT_THAT(
+      pool.Run(std::vector<CompileJob>{Job("ok")}),
+      StatusIs(absl::StatusCode::kUnavailable,
+               AllOf(HasSubstr("exited with code 7"), HasSubstr("no luck"))));
 }
 
 TEST(CompilePoolTest, FailsWhenTheWorkerNeverBecomesReady) {
@@ -313,24 +307,22 @@ TEST(CompilePoolTest, CancelStopsRunningCompiles) {
 
 TEST(CompilePoolTest, AnErrorOfTheCallbackStopsTheRun) {
   CompilePool pool = MakePool();
-  EXPECT_THAT(
-      pool.Run(std::vector<CompileJob>{Job("ok"), Job("sleep 60")},
-               {.on_results =
-                    [](absl::Span<const CompileResult>) {
-                      return absl::UnavailableError("disk full");
-                    }}),
-      StatusIs(absl::StatusCode::kUnavailable, "disk full"));
+  EXPECT_THAT(pool.Run(std::vector<CompileJob>{Job("ok"), Job("sleep 60")},
+                       {.on_results =
+                            [](absl::Span<const CompileResult>) {
+                              return absl::UnavailableError("disk full");
+                            }}),
+              StatusIs(absl::StatusCode::kUnavailable, "disk full"));
 }
 
 TEST(CompilePoolTest, ReportsProgressUpToTheTotal) {
   CompilePool pool = MakePool();
   CompileProgress last;
   ASSERT_OK(pool.Run(std::vector<CompileJob>(4, Job("ok")),
-                     {.on_progress =
-                          [&](const CompileProgress& progress) {
-                            EXPECT_GE(progress.done, last.done);
-                            last = progress;
-                          }}));
+                     {.on_progress = [&](const CompileProgress& progress) {
+                       EXPECT_GE(progress.done, last.done);
+                       last = progress;
+                     }}));
   EXPECT_EQ(last.done, 4u);
   EXPECT_EQ(last.total, 4u);
   EXPECT_EQ(last.current, "sm_90a unit.cu");
@@ -364,10 +356,9 @@ TEST(CompilePoolTest, PassesLargeSourcesAndPrograms) {
 
 TEST(CompilePoolTest, RejectsASourceThatExceedsAFrame) {
   CompilePool pool = MakePool();
-  ASSERT_OK_AND_ASSIGN(
-      const auto results,
-      pool.Run(std::vector<CompileJob>{Job(std::string(65 << 20, 'x')),
-                                       Job("ok small")}));
+  ASSERT_OK_AND_ASSIGN(const auto results,
+                       pool.Run(std::vector<CompileJob>{
+                           Job(std::string(65 << 20, 'x')), Job("ok small")}));
   EXPECT_THAT(results[0].status,
               StatusIs(absl::StatusCode::kResourceExhausted));
   EXPECT_EQ(results[1].binary, "small");
@@ -394,12 +385,12 @@ TEST(CompilePoolTest, WorkersEndWhenTheirParentIsKilled) {
     static_cast<void>(pool.Run(
         std::vector<CompileJob>{Job("ok"), Job("sleep 60"), Job("sleep 60")},
         {.cancelled = [&] {
-           std::vector<int> pids = pool.WorkerPids();
-           if (pids.size() == 2) {
-             if (write(pipe_fds[1], pids.data(), 2 * sizeof(int)) < 0) abort();
-           }
-           return false;
-         }}));
+          std::vector<int> pids = pool.WorkerPids();
+          if (pids.size() == 2) {
+            if (write(pipe_fds[1], pids.data(), 2 * sizeof(int)) < 0) abort();
+          }
+          return false;
+        }}));
     _exit(1);
   }
   int pids[2] = {0, 0};
@@ -424,8 +415,7 @@ TEST(CompilePoolTest, AddsLittleToTheTimeOfTheCompiles) {
   const PoolStats warm = pool.stats();
   ASSERT_OK(pool.Run(std::vector<CompileJob>(40, Job("sleep 0.05"))));
   const double wall = pool.stats().wall_seconds - warm.wall_seconds;
-  const double compiling =
-      pool.stats().compile_seconds - warm.compile_seconds;
+  const double compiling = pool.stats().compile_seconds - warm.compile_seconds;
   EXPECT_GE(compiling, 2.0);
   EXPECT_LT(wall * 2, compiling * 1.25) << "40 compiles of 50 ms on 2 workers";
 }

@@ -185,9 +185,9 @@ TEST(ElfInspectTest, RefusesBytesThatAreNoElfFile) {
   for (const std::string& bytes :
        {std::string(), std::string("ELF"), std::string(4096, '\0'),
         std::string("#!/bin/sh\nexit 0\n") + std::string(100, ' ')}) {
-    EXPECT_THAT(InspectProgram(bytes, target, {"k"}),
-                StatusIs(absl::StatusCode::kInvalidArgument,
-                         HasSubstr("no ELF file")));
+    EXPECT_THAT(
+        InspectProgram(bytes, target, {"k"}),
+        StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("no ELF file")));
   }
 }
 
@@ -196,9 +196,9 @@ TEST(ElfInspectTest, RefusesMissingOrRepeatedDeclarations) {
   EXPECT_THAT(InspectProgram("", target, {}),
               StatusIs(absl::StatusCode::kInvalidArgument,
                        HasSubstr("declares 0 entries")));
-  EXPECT_THAT(InspectProgram("", target, {"k", "k"}),
-              StatusIs(absl::StatusCode::kInvalidArgument,
-                       HasSubstr("each once")));
+  EXPECT_THAT(
+      InspectProgram("", target, {"k", "k"}),
+      StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("each once")));
 }
 
 // ABI version 7, as written by CUDA 12: architecture in the low byte of the
@@ -244,11 +244,13 @@ TEST(ElfInspectTest, RefusesACubinWithoutResourceUsage) {
 TEST(ElfInspectTest, RefusesCpuObjectsThatAreNotSelfContained) {
   const absl::StatusOr<Sample> sample = CpuSample();
   if (!sample.ok()) GTEST_SKIP() << sample.status();
+
   struct Case {
     const char* name;
     std::function<void(std::string*)> change;
     const char* message;
   };
+
   const auto retag = [](int64_t tag) {
     return [tag](std::string* b) { RetagDynamic(b, DT_FLAGS, tag); };
   };
@@ -263,10 +265,10 @@ TEST(ElfInspectTest, RefusesCpuObjectsThatAreNotSelfContained) {
       {"plt relocations", retag(DT_JMPREL), "dynamic tag"},
       {"writable code",
        [](std::string* b) {
-         Overwrite(b,
-                   SegmentHeaderAt(*b, PT_LOAD, PF_X) +
-                       offsetof(Elf64_Phdr, p_flags),
-                   uint32_t{PF_R | PF_W | PF_X});
+         Overwrite(
+             b,
+             SegmentHeaderAt(*b, PT_LOAD, PF_X) + offsetof(Elf64_Phdr, p_flags),
+             uint32_t{PF_R | PF_W | PF_X});
        },
        "both writable and executable"},
       {"executable stack",
@@ -279,7 +281,8 @@ TEST(ElfInspectTest, RefusesCpuObjectsThatAreNotSelfContained) {
        "executable stack"},
       {"interpreter",
        [](std::string* b) {
-         Overwrite(b, SegmentHeaderAt(*b, PT_GNU_STACK, 0), uint32_t{PT_INTERP});
+         Overwrite(b, SegmentHeaderAt(*b, PT_GNU_STACK, 0),
+                   uint32_t{PT_INTERP});
        },
        "segment of type 3"},
       {"thread-local storage",
@@ -292,8 +295,7 @@ TEST(ElfInspectTest, RefusesCpuObjectsThatAreNotSelfContained) {
          const ElfFile elf = *ElfFile::Parse(*b);
          const ElfSection* rela = *elf.FindSection(uint32_t{SHT_RELA});
          ASSERT_NE(rela, nullptr);
-         Overwrite(b,
-                   rela->header.sh_offset + offsetof(Elf64_Rela, r_info),
+         Overwrite(b, rela->header.sh_offset + offsetof(Elf64_Rela, r_info),
                    uint64_t{R_X86_64_IRELATIVE});
        },
        "relocation of type 37"},
@@ -327,10 +329,9 @@ TEST(ElfInspectTest, RefusesCpuObjectsThatAreNotSelfContained) {
        "two that differ"},
       {"second symbol table",
        [](std::string* b) {
-         Overwrite(b,
-                   SectionHeaderAt(*b, ".dynsym") +
-                       offsetof(Elf64_Shdr, sh_addr),
-                   uint64_t{8});
+         Overwrite(
+             b, SectionHeaderAt(*b, ".dynsym") + offsetof(Elf64_Shdr, sh_addr),
+             uint64_t{8});
        },
        "two that differ"},
       {"other machine",
@@ -357,9 +358,9 @@ TEST(ElfInspectTest, RefusesCpuObjectsThatAreNotSelfContained) {
     std::string changed = sample->binary;
     one.change(&changed);
     ASSERT_NE(changed, sample->binary);
-    EXPECT_THAT(Inspect(*sample, changed),
-                StatusIs(absl::StatusCode::kInvalidArgument,
-                         HasSubstr(one.message)));
+    EXPECT_THAT(
+        Inspect(*sample, changed),
+        StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(one.message)));
   }
 }
 
@@ -371,26 +372,26 @@ TEST(PtxasLogTest, ReadsEveryKernelAndSkipsTheRest) {
       "ptxas info    : Function properties for spill\n"
       "    968 bytes stack frame, 1636 bytes spill stores, 1852 bytes spill "
       "loads\n"
-      "ptxas info    : Used 32 registers, used 0 barriers, 968 bytes cumulative "
+      "ptxas info    : Used 32 registers, used 0 barriers, 968 bytes "
+      "cumulative "
       "stack size\n"
       "ptxas info    : Compiling entry function 'alpha' for 'sm_90a'\n"
       "ptxas info    : Function properties for alpha\n"
       "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
       "ptxas info    : Used 16 registers, used 1 barriers, 1200 bytes smem";
-  EXPECT_THAT(
-      ParsePtxasLog(log),
-      ElementsAre(PtxasReport{.entry = "spill",
-                              .registers = 32,
-                              .stack_bytes = 968,
-                              .spill_store_bytes = 1636,
-                              .spill_load_bytes = 1852,
-                              .static_shared_bytes = 0},
-                  PtxasReport{.entry = "alpha",
-                              .registers = 16,
-                              .stack_bytes = 0,
-                              .spill_store_bytes = 0,
-                              .spill_load_bytes = 0,
-                              .static_shared_bytes = 1200}));
+  EXPECT_THAT(ParsePtxasLog(log),
+              ElementsAre(PtxasReport{.entry = "spill",
+                                      .registers = 32,
+                                      .stack_bytes = 968,
+                                      .spill_store_bytes = 1636,
+                                      .spill_load_bytes = 1852,
+                                      .static_shared_bytes = 0},
+                          PtxasReport{.entry = "alpha",
+                                      .registers = 16,
+                                      .stack_bytes = 0,
+                                      .spill_store_bytes = 0,
+                                      .spill_load_bytes = 0,
+                                      .static_shared_bytes = 1200}));
   EXPECT_TRUE(ParsePtxasLog("Used 7 registers\n'").empty());
 }
 

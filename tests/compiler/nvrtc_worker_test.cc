@@ -1,5 +1,7 @@
 // NVRTC as it is installed here, through the pool. No GPU is needed.
 
+#include "compiler/nvrtc_worker.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
@@ -12,7 +14,6 @@
 #include "absl/strings/str_cat.h"
 #include "compiler/compile_pool.h"
 #include "compiler/elf_inspect.h"
-#include "compiler/nvrtc_worker.h"
 #include "compiler/ptxas_log.h"
 #include "compiler/worker_process.h"
 #include "tests/compiler/worker_test_main.h"
@@ -144,14 +145,11 @@ TEST_P(NvrtcTargetTest, CubinStatesWhatPtxasReports) {
   EXPECT_EQ(nothing.param_bytes, 0u);
 }
 
-INSTANTIATE_TEST_SUITE_P(Targets, NvrtcTargetTest,
-                         ::testing::Values("sm_80", "sm_86", "sm_89", "sm_90",
-                                           "sm_90a", "sm_100", "sm_100a",
-                                           "sm_103a", "sm_120", "sm_120a",
-                                           "sm_121a"),
-                         [](const auto& instance) {
-                           return std::string(instance.param);
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Targets, NvrtcTargetTest,
+    ::testing::Values("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100",
+                      "sm_100a", "sm_103a", "sm_120", "sm_120a", "sm_121a"),
+    [](const auto& instance) { return std::string(instance.param); });
 
 TEST(NvrtcWorkerTest, InspectorTellsArchitecturesApart) {
   KILN_SETUP_OR_SKIP(setup, NvrtcForTest());
@@ -169,10 +167,9 @@ TEST(NvrtcWorkerTest, InspectorTellsArchitecturesApart) {
       if (made == asked) {
         EXPECT_OK(kernels);
       } else {
-        EXPECT_THAT(kernels,
-                    StatusIs(absl::StatusCode::kInvalidArgument,
-                             absl::StrCat("cubin is for ", made, "; expected ",
-                                          asked)));
+        EXPECT_THAT(kernels, StatusIs(absl::StatusCode::kInvalidArgument,
+                                      absl::StrCat("cubin is for ", made,
+                                                   "; expected ", asked)));
       }
     }
   }
@@ -208,9 +205,8 @@ TEST(NvrtcWorkerTest, GivesTheSameBytesAndLogEverywhere) {
 
 TEST(NvrtcWorkerTest, RejectsASourceThatDoesNotCompile) {
   KILN_SETUP_OR_SKIP(setup, NvrtcForTest());
-  const CompileResult result =
-      CompileOne(setup, Job("extern \"C\" __global__ void k() { undeclared(); }",
-                            {"k"}));
+  const CompileResult result = CompileOne(
+      setup, Job("extern \"C\" __global__ void k() { undeclared(); }", {"k"}));
   EXPECT_THAT(result.status,
               StatusIs(absl::StatusCode::kInvalidArgument,
                        AllOf(HasSubstr("test/kernels.cu(1)"),
@@ -232,14 +228,14 @@ TEST(NvrtcWorkerTest, FindsNoHeaderOutsideTheUnit) {
   // Beside the working folder of this process and by a toolkit name.
   const std::string header = "kiln_stray_header.h";
   std::ofstream(header) << "#define STRAY 1\n";
-  for (const std::string& name : {header, std::string("cuda_fp16.h"),
-                                  std::string("etc/passwd")}) {
+  for (const std::string& name :
+       {header, std::string("cuda_fp16.h"), std::string("etc/passwd")}) {
     const CompileResult result = CompileOne(
         setup, Job(absl::StrCat("#include \"", name,
                                 "\"\nextern \"C\" __global__ void k() {}"),
                    {"k"}));
-    EXPECT_THAT(result.status, StatusIs(absl::StatusCode::kInvalidArgument,
-                                        HasSubstr(name)))
+    EXPECT_THAT(result.status,
+                StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(name)))
         << name;
   }
   unlink(header.c_str());
@@ -248,14 +244,14 @@ TEST(NvrtcWorkerTest, FindsNoHeaderOutsideTheUnit) {
 TEST(NvrtcWorkerTest, DoesNotContractMultiplyAndAdd) {
   KILN_SETUP_OR_SKIP(setup, NvrtcForTest());
   // With contraction both kernels would be one FFMA and equal code.
-  const CompileResult written = CompileOne(
-      setup, Job("extern \"C\" __global__ void k(float* p) "
-                 "{ p[0] = p[1] * p[2] + p[3]; }",
-                 {"k"}));
-  const CompileResult fused = CompileOne(
-      setup, Job("extern \"C\" __global__ void k(float* p) "
-                 "{ p[0] = __fmaf_rn(p[1], p[2], p[3]); }",
-                 {"k"}));
+  const CompileResult written =
+      CompileOne(setup, Job("extern \"C\" __global__ void k(float* p) "
+                            "{ p[0] = p[1] * p[2] + p[3]; }",
+                            {"k"}));
+  const CompileResult fused =
+      CompileOne(setup, Job("extern \"C\" __global__ void k(float* p) "
+                            "{ p[0] = __fmaf_rn(p[1], p[2], p[3]); }",
+                            {"k"}));
   ASSERT_OK(written.status);
   ASSERT_OK(fused.status);
   EXPECT_NE(written.binary, fused.binary);
@@ -286,18 +282,17 @@ TEST(NvrtcWorkerTest, InspectorRefusesOtherEntriesThanDeclared) {
               StatusIs(absl::StatusCode::kInvalidArgument,
                        AllOf(HasSubstr("alpha, beta, delta, nothing"),
                              HasSubstr("expected alpha, beta"))));
-  EXPECT_THAT(
-      InspectProgram(result.binary, job.target,
-                     {"alpha", "beta", "delta", "nothing", "omega"}),
-      StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("omega")));
+  EXPECT_THAT(InspectProgram(result.binary, job.target,
+                             {"alpha", "beta", "delta", "nothing", "omega"}),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("omega")));
 }
 
 TEST(NvrtcWorkerTest, InspectorRefusesCallsOutOfTheCubin) {
   KILN_SETUP_OR_SKIP(setup, NvrtcForTest());
-  const CompileJob job = Job(
-      "extern \"C\" __device__ int elsewhere(int);\n"
-      "extern \"C\" __global__ void k(int* p) { *p = elsewhere(*p); }",
-      {"k"});
+  const CompileJob job =
+      Job("extern \"C\" __device__ int elsewhere(int);\n"
+          "extern \"C\" __global__ void k(int* p) { *p = elsewhere(*p); }",
+          {"k"});
   CompileJob relocatable = job;
   relocatable.unit.options = {"--relocatable-device-code=true"};
   const CompileResult result = CompileOne(setup, relocatable);
@@ -319,15 +314,16 @@ TEST(NvrtcWorkerTest, MakesAProgramWithItsKey) {
 }
 
 TEST(NvrtcWorkerTest, SaysWhatIsWrongWithTheLibrary) {
-  const std::string path = absl::StrCat(::testing::TempDir(), "/libnvrtc.so.13");
+  const std::string path =
+      absl::StrCat(::testing::TempDir(), "/libnvrtc.so.13");
   std::ofstream(path) << "no library";
   const WorkerCommand command = {
       .executable = "/proc/self/exe",
       .arguments = {kNvrtcWorkerVerb, "--nvrtc", path}};
   ASSERT_OK_AND_ASSIGN(const auto worker, WorkerProcess::Start(command));
-  EXPECT_THAT(AwaitHello(worker.get(), absl::Seconds(30)),
-              StatusIs(absl::StatusCode::kNotFound,
-                       HasSubstr("libnvrtc-builtins")));
+  EXPECT_THAT(
+      AwaitHello(worker.get(), absl::Seconds(30)),
+      StatusIs(absl::StatusCode::kNotFound, HasSubstr("libnvrtc-builtins")));
   unlink(path.c_str());
 }
 
@@ -339,15 +335,13 @@ TEST(NvrtcWorkerTest, KilnItselfTakesLittleOfTheTime) {
       std::vector<CompileJob>{KernelsJob("sm_90a"), KernelsJob("sm_90a")}));
   const PoolStats warm = pool.stats();
   std::vector<CompileJob> jobs(16, KernelsJob("sm_90a"));
-  ASSERT_OK(pool.Run(jobs, {.on_results =
-                                [&](absl::Span<const CompileResult> results) {
-                                  for (CompileResult result : results) {
-                                    EXPECT_OK(MakeProgram(jobs[result.index],
-                                                          setup.toolchain,
-                                                          result));
-                                  }
-                                  return absl::OkStatus();
-                                }}));
+  ASSERT_OK(pool.Run(
+      jobs, {.on_results = [&](absl::Span<const CompileResult> results) {
+        for (CompileResult result : results) {
+          EXPECT_OK(MakeProgram(jobs[result.index], setup.toolchain, result));
+        }
+        return absl::OkStatus();
+      }}));
   const double wall = pool.stats().wall_seconds - warm.wall_seconds;
   const double compiling = pool.stats().compile_seconds - warm.compile_seconds;
   RecordProperty("overhead_percent",

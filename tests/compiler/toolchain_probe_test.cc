@@ -36,6 +36,7 @@ class MapMemo : public ProbeMemo {
     if (it == map.end()) return std::nullopt;
     return it->second;
   }
+
   void Store(absl::string_view key, absl::string_view value) override {
     ++stores;
     map[std::string(key)] = std::string(value);
@@ -49,25 +50,30 @@ class MapMemo : public ProbeMemo {
 // A folder with files that only look like an NVRTC installation.
 class FakeInstallation {
  public:
-  FakeInstallation() : folder_(absl::StrCat(::testing::TempDir(), "/nvXXXXXX")) {
+  FakeInstallation()
+      : folder_(absl::StrCat(::testing::TempDir(), "/nvXXXXXX")) {
     if (mkdtemp(folder_.data()) == nullptr) abort();
     Write("libnvrtc.so.13",
           std::string("bytes\0Cuda compilation tools, release 13.7, V13.7.99\0",
                       54));
     Write("libnvrtc-builtins.so.13.7", "builtins");
   }
+
   ~FakeInstallation() {
     for (const char* name : {"libnvrtc.so.13", "libnvrtc-builtins.so.13.7"}) {
       unlink(Path(name).c_str());
     }
     rmdir(folder_.c_str());
   }
+
   std::string Path(const std::string& name) const {
     return absl::StrCat(folder_, "/", name);
   }
+
   void Write(const std::string& name, const std::string& bytes) const {
     std::ofstream(Path(name), std::ios::binary) << bytes;
   }
+
   const std::string& folder() const { return folder_; }
 
  private:
@@ -100,8 +106,9 @@ TEST(ProbeNvrtcTest, ContentIsThatOfTheBytesNotOfThePath) {
 
 TEST(ProbeNvrtcTest, PrefersTheGivenFolders) {
   const FakeInstallation fake;
-  EXPECT_THAT(FindNvrtc({.library = {}, .folders = {"/nowhere", fake.folder()}}),
-              testing::IsOkAndHolds(fake.Path("libnvrtc.so.13")));
+  EXPECT_THAT(
+      FindNvrtc({.library = {}, .folders = {"/nowhere", fake.folder()}}),
+      testing::IsOkAndHolds(fake.Path("libnvrtc.so.13")));
   EXPECT_THAT(FindNvrtc({.library = "/x/libnvrtc.so"}),
               testing::IsOkAndHolds(std::string("/x/libnvrtc.so")));
 }
@@ -193,9 +200,9 @@ TEST(ProbeCcCpuTest, RemembersWithoutStartingTheWorker) {
 }
 
 TEST(ProbeCcCpuTest, SaysThatTheWorkerIsMissing) {
-  EXPECT_THAT(ProbeCcCpu("/nowhere/kiln-cc-cpu"),
-              StatusIs(absl::StatusCode::kNotFound,
-                       HasSubstr("/nowhere/kiln-cc-cpu")));
+  EXPECT_THAT(
+      ProbeCcCpu("/nowhere/kiln-cc-cpu"),
+      StatusIs(absl::StatusCode::kNotFound, HasSubstr("/nowhere/kiln-cc-cpu")));
 }
 
 TEST(ProbeCcCpuTest, SaysThatTheWorkerIsNoWorker) {

@@ -95,8 +95,9 @@ TEST(WorkerProtocolTest, RejectKeepsItsCodeAndMessage) {
 }
 
 TEST(WorkerProtocolTest, FailureKeepsItsCodeAndMessage) {
-  EXPECT_THAT(DecodeFailure(Payload(EncodeFailure(absl::NotFoundError("gone")))),
-              StatusIs(absl::StatusCode::kNotFound, "gone"));
+  EXPECT_THAT(
+      DecodeFailure(Payload(EncodeFailure(absl::NotFoundError("gone")))),
+      StatusIs(absl::StatusCode::kNotFound, "gone"));
 }
 
 TEST(WorkerProtocolTest, RefusesAnotherVersion) {
@@ -164,8 +165,8 @@ TEST(WorkerProtocolTest, DamagedPayloadsNeverCrash) {
   for (int round = 0; round < 3000; ++round) {
     std::string bytes = payloads[round % 3];
     for (int i = 0; i < 3; ++i) {
-      bytes[random() % bytes.size()] = static_cast<char>(
-          random() % 3 == 0 ? 0xFF : random());
+      bytes[random() % bytes.size()] =
+          static_cast<char>(random() % 3 == 0 ? 0xFF : random());
     }
     static_cast<void>(DecodeHello(bytes));
     static_cast<void>(DecodeFailure(bytes));
@@ -175,8 +176,8 @@ TEST(WorkerProtocolTest, DamagedPayloadsNeverCrash) {
 }
 
 TEST(FrameParserTest, CutsAStreamIntoFramesWhateverItsPieces) {
-  const std::string stream = EncodeHello(SampleHello()).value() +
-                             EncodeResult(SampleResult()).value();
+  const std::string stream =
+      EncodeHello(SampleHello()).value() + EncodeResult(SampleResult()).value();
   for (size_t piece = 1; piece <= stream.size(); piece += 7) {
     FrameParser parser;
     std::vector<Frame> frames;

@@ -26,6 +26,7 @@ class FakeCompiler : public WorkerCompiler {
   WorkerHello Hello() const override {
     return {.compiler = "fake", .version = "1", .components = {}};
   }
+
   bool Reusable() const override { return reusable_; }
 
   WorkerResult Compile(const WorkerJob& job) override {
@@ -93,9 +94,8 @@ absl::StatusOr<CompilerSetup> NvrtcForTest() {
 absl::StatusOr<CompilerSetup> CcCpuForTest() {
   static const absl::StatusOr<CompilerSetup> setup = [] {
     const char* folder = std::getenv("KILN_BIN_DIR");
-    return ProbeCcCpu(folder == nullptr
-                          ? DefaultCcCpuPath()
-                          : absl::StrCat(folder, "/kiln-cc-cpu"));
+    return ProbeCcCpu(folder == nullptr ? DefaultCcCpuPath()
+                                        : absl::StrCat(folder, "/kiln-cc-cpu"));
   }();
   return setup;
 }

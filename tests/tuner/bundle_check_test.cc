@@ -52,8 +52,8 @@ Program* Edit(BundleSection* section, size_t index) {
 const Difference kDifferences[] = {
     {"driver_version_min",
      [](BundleSection* s) { s->driver_version_min = 12050; }},
-    {"flags", [](BundleSection* s) { P(s).evidence.state =
-                                         PlanState::kPredicted; }},
+    {"flags",
+     [](BundleSection* s) { P(s).evidence.state = PlanState::kPredicted; }},
     {"flags",
      [](BundleSection* s) { s->unqualified_templates = {"fused_moe.cuda"}; }},
     {"entries", [](BundleSection* s) { s->entries.pop_back(); }},
@@ -63,8 +63,10 @@ const Difference kDifferences[] = {
      [](BundleSection* s) { s->entries[0].geometry.weights.bits.up = 1; }},
     {"m_min", [](BundleSection* s) { P(s).interval.m_min = 6; }},
     {"capacity", [](BundleSection* s) { P(s).interval.m_max = 65; }},
-    {"plans", [](BundleSection* s) { s->entries[0].plans.erase(
-                                         s->entries[0].plans.begin()); }},
+    {"plans",
+     [](BundleSection* s) {
+       s->entries[0].plans.erase(s->entries[0].plans.begin());
+     }},
     {"arena_bytes", [](BundleSection* s) { P(s).body.arena.bytes += 256; }},
     {"template_version",
      [](BundleSection* s) { ++P(s).body.template_version; }},

@@ -18,17 +18,16 @@
 namespace kiln {
 namespace {
 
-using testing::SourcePath;
-using testing::StatusIs;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using testing::SourcePath;
+using testing::StatusIs;
 
 constexpr char const* kModels[] = {"deepseek-v3-tp8", "mixtral-8x7b",
                                    "olmoe-1b-7b", "qwen3-30b-a3b"};
 constexpr char const* kTargets[] = {
-    "sm_80",           "sm_89",           "sm_90a",         "sm_100a",
-    "sm_120a",         "cpu-x86-64-v2",   "cpu-x86-64-v3",
-    "cpu-x86-64-v4"};
+    "sm_80",   "sm_89",         "sm_90a",        "sm_100a",
+    "sm_120a", "cpu-x86-64-v2", "cpu-x86-64-v3", "cpu-x86-64-v4"};
 
 const Toolchain kToolchain = {"test", "1.2.3", Sha256("compiler")};
 
@@ -108,14 +107,13 @@ TEST_P(EveryModelAndTargetTest, HasValidDistinctCandidatesForEveryInterval) {
         SCOPED_TRACE(candidate.body.Label());
         EXPECT_TRUE(digests.insert(candidate.digest).second);
         EXPECT_TRUE(labels.insert(candidate.body.Label()).second);
-        ASSERT_OK(ValidatePlan(PlanOf(request.geometry, device_.target,
-                                      interval, candidate)));
+        ASSERT_OK(ValidatePlan(
+            PlanOf(request.geometry, device_.target, interval, candidate)));
         EXPECT_EQ(candidate.body.template_name,
                   candidate.kernel_template->name());
         EXPECT_GT(candidate.body.tolerance, 0);
         EXPECT_NE(candidate.body.numerics_class, "");
-        EXPECT_EQ(candidate.body.params,
-                  FusedMoeParams(request.geometry));
+        EXPECT_EQ(candidate.body.params, FusedMoeParams(request.geometry));
       }
     }
   }
@@ -172,18 +170,18 @@ TEST_P(EveryModelAndTargetTest, EqualInputsGiveEqualPlans) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Models, EveryModelAndTargetTest,
-    ::testing::Combine(::testing::ValuesIn(kModels),
-                       ::testing::ValuesIn(kTargets)),
-    [](const auto& info) {
-      std::string name = std::string(std::get<0>(info.param)) + "_" +
-                         std::get<1>(info.param);
-      for (char& c : name) {
-        if (c == '-') c = '_';
-      }
-      return name;
-    });
+INSTANTIATE_TEST_SUITE_P(Models, EveryModelAndTargetTest,
+                         ::testing::Combine(::testing::ValuesIn(kModels),
+                                            ::testing::ValuesIn(kTargets)),
+                         [](const auto& info) {
+                           std::string name =
+                               std::string(std::get<0>(info.param)) + "_" +
+                               std::get<1>(info.param);
+                           for (char& c : name) {
+                             if (c == '-') c = '_';
+                           }
+                           return name;
+                         });
 
 TEST(PlannerTest, ASmallerLimitIsAPrefixOfALargerOne) {
   for (const char* target : {"sm_90a", "cpu-x86-64-v3"}) {
@@ -302,20 +300,21 @@ TEST(PlannerTest, KeysMoveWithWhatDecidesTheRace) {
 TEST(PlannerTest, NamesTheRulesWhenNoPointIsLegal) {
   DeviceProfile device = ProfileOf("sm_90a");
   device.shared_bytes_max = 1024;
-  EXPECT_THAT(Planner(Qwen(), device, kToolchain, 4).Plan({9, 16}),
-              StatusIs(absl::StatusCode::kFailedPrecondition,
-                       AllOf(HasSubstr("no candidate is legal"),
-                             HasSubstr("m 9..16"), HasSubstr("sm_90a"),
-                             HasSubstr("shared memory"))));
+  EXPECT_THAT(
+      Planner(Qwen(), device, kToolchain, 4).Plan({9, 16}),
+      StatusIs(absl::StatusCode::kFailedPrecondition,
+               AllOf(HasSubstr("no candidate is legal"), HasSubstr("m 9..16"),
+                     HasSubstr("sm_90a"), HasSubstr("shared memory"))));
 }
 
 TEST(PlannerTest, SaysSoWhenNoTemplateServesTheTarget) {
   DeviceProfile device = ProfileOf("sm_80");
   device.target.level = 75;
-  EXPECT_THAT(Planner(Qwen(), device, kToolchain, 4).Plan({1, 1}),
-              StatusIs(absl::StatusCode::kUnimplemented,
-                       AllOf(HasSubstr("no template serves"),
-                             HasSubstr("sm_75"), HasSubstr("sm_80 and later"))));
+  EXPECT_THAT(
+      Planner(Qwen(), device, kToolchain, 4).Plan({1, 1}),
+      StatusIs(absl::StatusCode::kUnimplemented,
+               AllOf(HasSubstr("no template serves"), HasSubstr("sm_75"),
+                     HasSubstr("sm_80 and later"))));
 }
 
 // The largest geometry a manifest may name: every number must still fit, or the
@@ -339,8 +338,8 @@ TEST(PlannerTest, TheLimitsOfAManifestDoNotOverflow) {
     }
     for (const PlannedCandidate& candidate : plan->candidates) {
       SCOPED_TRACE(candidate.body.Label());
-      ASSERT_OK(ValidatePlan(
-          PlanOf(geometry, device.target, interval, candidate)));
+      ASSERT_OK(
+          ValidatePlan(PlanOf(geometry, device.target, interval, candidate)));
       for (const Step& step : candidate.body.steps) {
         EXPECT_LE(step.grid[0].Evaluate(interval.m_max), 0x7FFFFFFFu)
             << step.label;

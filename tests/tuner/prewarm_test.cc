@@ -34,16 +34,16 @@ extern char** environ;
 namespace kiln {
 namespace {
 
+using ::testing::AllOf;
 using testing::CcCpuPath;
 using testing::CompileUnits;
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using testing::ReadTestFile;
 using testing::ScratchFolder;
 using testing::StatusIs;
 using testing::WhyNoCcCpu;
-using ::testing::AllOf;
-using ::testing::Contains;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 
 constexpr char kManifest[] = R"({
  "schema": "kiln.model/1", "name": "Small",
@@ -175,8 +175,8 @@ TEST_F(PrewarmTest, AColdRunCompilesVerifiesRacesAndStores) {
   EXPECT_GE(cold_->programs_compiled, 2u);
   EXPECT_GT(cold_->launches, 20u);
   EXPECT_GT(cold_->compile_cpu_seconds, 0);
-  for (const char* key : {"resolve", "lookup", "enumerate", "compile", "race",
-                          "total"}) {
+  for (const char* key :
+       {"resolve", "lookup", "enumerate", "compile", "race", "total"}) {
     EXPECT_TRUE(cold_->seconds.contains(key)) << key;
   }
   for (const IntervalReport& row : cold_->intervals) {
@@ -196,8 +196,8 @@ TEST_F(PrewarmTest, AColdRunCompilesVerifiesRacesAndStores) {
 }
 
 TEST_F(PrewarmTest, StoresEveryCandidatesEvidence) {
-  ASSERT_OK_AND_ASSIGN(PlanCache cache, PlanCache::Open(warm_->path(),
-                                                        CacheMode::kReadOnly));
+  ASSERT_OK_AND_ASSIGN(PlanCache cache,
+                       PlanCache::Open(warm_->path(), CacheMode::kReadOnly));
   ASSERT_OK_AND_ASSIGN(const std::vector<StoredPlan> plans, cache.ListPlans());
   ASSERT_EQ(plans.size(), 2u);
   for (const StoredPlan& stored : plans) {
@@ -246,9 +246,9 @@ TEST_F(PrewarmTest, AReadOnlyCacheAnswersAndIsNotTouched) {
 TEST_F(PrewarmTest, WorkForAReadOnlyCacheIsRefusedAndLeavesNoTrace) {
   ScratchFolder scratch;
   const std::string folder = scratch.File("absent");
-  EXPECT_THAT(RunPrewarm(folder, SmallOptions(), CacheMode::kReadOnly),
-              StatusIs(absl::StatusCode::kFailedPrecondition,
-                       HasSubstr("read-only")));
+  EXPECT_THAT(
+      RunPrewarm(folder, SmallOptions(), CacheMode::kReadOnly),
+      StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("read-only")));
   EXPECT_FALSE(std::filesystem::exists(folder));
 }
 
@@ -317,10 +317,9 @@ TEST_F(PrewarmTest, OnlyTheMissingIntervalsAreWorkedOn) {
                         std::filesystem::copy_options::recursive);
   const std::string more =
       absl::StrReplaceAll(kManifest, {{"[1, 4]", "[1, 4, 6]"}});
-  ASSERT_OK_AND_ASSIGN(
-      const PrewarmReport report,
-      RunPrewarm(scratch.path(), SmallOptions(), CacheMode::kReadWrite, nullptr,
-                 more));
+  ASSERT_OK_AND_ASSIGN(const PrewarmReport report,
+                       RunPrewarm(scratch.path(), SmallOptions(),
+                                  CacheMode::kReadWrite, nullptr, more));
   ASSERT_EQ(report.intervals.size(), 3u);
   EXPECT_TRUE(report.intervals[0].reused);
   EXPECT_TRUE(report.intervals[1].reused);
@@ -344,10 +343,10 @@ TEST_F(PrewarmTest, CompileOnlyPredictsAndFreezeRefusesIt) {
     EXPECT_EQ(plan.evidence.median_ns, 0);
     EXPECT_EQ(plan.evidence.samples, 0u);
   }
-  EXPECT_THAT(RunFreeze(scratch.path(), options),
-              StatusIs(absl::StatusCode::kFailedPrecondition,
-                       AllOf(HasSubstr("predicted"),
-                             HasSubstr("--allow-predicted"))));
+  EXPECT_THAT(
+      RunFreeze(scratch.path(), options),
+      StatusIs(absl::StatusCode::kFailedPrecondition,
+               AllOf(HasSubstr("predicted"), HasSubstr("--allow-predicted"))));
   ASSERT_OK_AND_ASSIGN(const FreezeResult frozen,
                        RunFreeze(scratch.path(), options, true));
   EXPECT_EQ(frozen.predicted, frozen.plans);
@@ -367,8 +366,8 @@ TEST_F(PrewarmTest, StopsWhereItIsTold) {
   PrewarmOptions options = SmallOptions();
   options.capacity_max = 1;
   options.candidates_max = 1;
-  for (const Stage stage : {Stage::kResolve, Stage::kLookUp, Stage::kEnumerate,
-                            Stage::kCompile}) {
+  for (const Stage stage :
+       {Stage::kResolve, Stage::kLookUp, Stage::kEnumerate, Stage::kCompile}) {
     options.stop_after = stage;
     ASSERT_OK_AND_ASSIGN(const PrewarmReport report,
                          RunPrewarm(scratch.path(), options));
@@ -401,11 +400,10 @@ TEST(PrewarmErrorTest, AMissingCompilerIsOneClearError) {
   };
   ScratchFolder scratch;
   const absl::Status status = RunPrewarm(scratch.path(), options).status();
-  EXPECT_THAT(status,
-              StatusIs(absl::StatusCode::kUnavailable,
-                       AllOf(HasSubstr("no compiler for cpu-x86-64-v"),
-                             HasSubstr("/nonexistent/kiln-cc-cpu"),
-                             HasSubstr("kiln doctor"))));
+  EXPECT_THAT(status, StatusIs(absl::StatusCode::kUnavailable,
+                               AllOf(HasSubstr("no compiler for cpu-x86-64-v"),
+                                     HasSubstr("/nonexistent/kiln-cc-cpu"),
+                                     HasSubstr("kiln doctor"))));
   EXPECT_EQ(std::string(status.message()).find('\n'), std::string::npos);
   // For freeze too, and there it must not look like a plan that is missing.
   EXPECT_THAT(RunFreeze(scratch.path(), options),
@@ -419,9 +417,9 @@ TEST_F(PrewarmTest, ACompileThatTakesTooLongIsARejectAndTriedAgainLater) {
   options.capacity_max = 1;
   options.compile_seconds_max = 0.001;
   Notes notes;
-  ASSERT_OK_AND_ASSIGN(const PrewarmReport hurried,
-                       RunPrewarm(scratch.path(), options,
-                                  CacheMode::kReadWrite, &notes));
+  ASSERT_OK_AND_ASSIGN(
+      const PrewarmReport hurried,
+      RunPrewarm(scratch.path(), options, CacheMode::kReadWrite, &notes));
   EXPECT_FALSE(hurried.complete);
   EXPECT_EQ(hurried.rejects, 1u);
   EXPECT_EQ(hurried.winners, 0u);
@@ -459,10 +457,9 @@ TEST_F(PrewarmTest, AWrongProgramIsRejectedOnceAndNeverRunAgain) {
     const PlannedCandidate& candidate = plan.candidates.at(0);
     SourceUnit unit = candidate.kernel_template->MakeUnits(
         intervals[0].geometry, context.target, candidate.body.assignment)[0];
-    ASSERT_EQ(absl::StrReplaceAll(
-                  {{"gate[c] = kd::Silu(gate[c]) * up[c];",
-                    "gate[c] = kd::Silu(up[c]) * gate[c];"}},
-                  &unit.text),
+    ASSERT_EQ(absl::StrReplaceAll({{"gate[c] = kd::Silu(gate[c]) * up[c];",
+                                    "gate[c] = kd::Silu(up[c]) * gate[c];"}},
+                                  &unit.text),
               1);
     const auto programs = CompileUnits({unit});
     ASSERT_OK(programs[0]);
@@ -471,9 +468,9 @@ TEST_F(PrewarmTest, AWrongProgramIsRejectedOnceAndNeverRunAgain) {
     ASSERT_OK(cache.PutProgram(planted));
   }
   Notes notes;
-  ASSERT_OK_AND_ASSIGN(const PrewarmReport first,
-                       RunPrewarm(scratch.path(), options,
-                                  CacheMode::kReadWrite, &notes));
+  ASSERT_OK_AND_ASSIGN(
+      const PrewarmReport first,
+      RunPrewarm(scratch.path(), options, CacheMode::kReadWrite, &notes));
   EXPECT_FALSE(first.complete);
   EXPECT_EQ(first.winners, 0u);
   EXPECT_GE(first.launches, 1u);
@@ -511,9 +508,9 @@ TEST_F(PrewarmTest, AKilledRunKeepsWhatItHadAndTheNextOneFinishes) {
   std::ofstream(manifest) << kManifest;
   const std::string target = SmallOptions().targets[0].ToString();
   std::vector<std::string> words = {
-      kiln,   "--cache",          folder, "--cc-cpu", CcCpuPath(),
-      "prewarm", manifest, "--target", target,   "--max-candidates",
-      "6",    "--jobs",           "1",    "--json"};
+      kiln,      "--cache", folder,     "--cc-cpu", CcCpuPath(),
+      "prewarm", manifest,  "--target", target,     "--max-candidates",
+      "6",       "--jobs",  "1",        "--json"};
   std::vector<char*> argv;
   for (std::string& word : words) argv.push_back(word.data());
   argv.push_back(nullptr);

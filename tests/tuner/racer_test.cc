@@ -18,14 +18,14 @@ namespace kiln {
 namespace {
 
 using testing::CompileUnits;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using testing::SmallAssignment;
 using testing::SmallBody;
 using testing::SmallGeometry;
 using testing::SmallUnit;
 using testing::WhyNoCcCpu;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 
 constexpr Interval kInterval = {1, 8};
 
@@ -83,7 +83,7 @@ class RacerTest : public ::testing::Test {
   }
 
   static void ReplaceOnce(std::string* text, const std::string& find,
-                                const std::string& replace) {
+                          const std::string& replace) {
     ASSERT_EQ(absl::StrReplaceAll({{find, replace}}, text), 1) << find;
   }
 
@@ -109,8 +109,8 @@ class RacerTest : public ::testing::Test {
     EXPECT_OK(body);
     contender.body = *std::move(body);
     contender.programs = {(*programs_)[program]};
-    contender.digest = CandidateDigest(
-        contender.body, {contender.programs[0]->key.digest});
+    contender.digest =
+        CandidateDigest(contender.body, {contender.programs[0]->key.digest});
     return contender;
   }
 
@@ -158,7 +158,8 @@ TEST_F(RacerTest, ARejectedContenderDoesNotStopTheOthers) {
   ASSERT_OK_AND_ASSIGN(const RaceResult result,
                        Race(bench_.get(), kInterval, contenders, options_));
   EXPECT_EQ(result.timings[1].outcome, Outcome::kRejected);
-  EXPECT_THAT(result.timings[1].reason, HasSubstr("against the float64 oracle"));
+  EXPECT_THAT(result.timings[1].reason,
+              HasSubstr("against the float64 oracle"));
   EXPECT_THAT(result.timings[1].samples, IsEmpty())
       << "what is wrong must not be timed";
   EXPECT_NE(result.timings[0].outcome, Outcome::kRejected);
@@ -176,9 +177,8 @@ TEST_F(RacerTest, ARejectedDefaultLeavesTheRaceToTheOthers) {
 }
 
 TEST_F(RacerTest, WhenAllAreRejectedNothingIsTimed) {
-  ASSERT_OK_AND_ASSIGN(
-      const RaceResult result,
-      Race(bench_.get(), kInterval, {Make(kWrong)}, options_));
+  ASSERT_OK_AND_ASSIGN(const RaceResult result,
+                       Race(bench_.get(), kInterval, {Make(kWrong)}, options_));
   EXPECT_EQ(result.timings[0].outcome, Outcome::kRejected);
   EXPECT_THAT(result.timings[0].samples, IsEmpty());
   EXPECT_GE(result.launches, 1u);
@@ -246,9 +246,8 @@ TEST_F(RacerTest, AnArenaThatIsDeclaredTooSmallIsSeenBesideALargerOne) {
   small.body.arena.bytes -= kArenaAlignment;
   const Contender large = MakeLargeTile();
   ASSERT_GT(large.body.arena.bytes, small.body.arena.bytes + 8192);
-  ASSERT_OK_AND_ASSIGN(
-      const RaceResult result,
-      Race(bench_.get(), kInterval, {large, small}, options_));
+  ASSERT_OK_AND_ASSIGN(const RaceResult result,
+                       Race(bench_.get(), kInterval, {large, small}, options_));
   EXPECT_EQ(result.timings[1].outcome, Outcome::kRejected);
   EXPECT_THAT(result.timings[1].reason, HasSubstr("arena: wrote up to"));
 }
@@ -270,9 +269,8 @@ TEST_F(RacerTest, StopsAtTheTimeLimitOnceTheFewestBlocksAreDone) {
   options_.blocks_min = 2;
   options_.blocks_max = 1000000;
   options_.seconds_max = 0.05;
-  ASSERT_OK_AND_ASSIGN(
-      const RaceResult result,
-      Race(bench_.get(), kInterval, {Make(kRight)}, options_));
+  ASSERT_OK_AND_ASSIGN(const RaceResult result,
+                       Race(bench_.get(), kInterval, {Make(kRight)}, options_));
   EXPECT_GE(result.timings[0].samples.size(), 2u);
   EXPECT_LT(result.timings[0].samples.size(), 100000u);
 }

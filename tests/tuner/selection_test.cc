@@ -59,10 +59,9 @@ TEST(SelectionTest, NothingWinsWhenNothingIsEligible) {
 
 TEST(SelectionTest, TheOnlyEligibleOneWinsHoweverSlow) {
   EXPECT_THAT(SelectWinner({Input(10, "a")}, 0), Optional(Eq(0u)));
-  EXPECT_THAT(
-      SelectWinner({Ineligible(1, "a"), Input(1e9, "b"), Ineligible(1, "c")},
-                   0),
-      Optional(Eq(1u)));
+  EXPECT_THAT(SelectWinner(
+                  {Ineligible(1, "a"), Input(1e9, "b"), Ineligible(1, "c")}, 0),
+              Optional(Eq(1u)));
 }
 
 TEST(SelectionTest, TheDefaultKeepsTheWinWithinTheMargin) {
@@ -92,10 +91,9 @@ TEST(SelectionTest, IneligibleChallengersDoNotMoveTheBar) {
   EXPECT_THAT(SelectWinner({Input(1000, "a"), Ineligible(1, "b")}, 0),
               Optional(Eq(0u)));
   // The default is not eligible: its time does not protect anything.
-  EXPECT_THAT(SelectWinner({Ineligible(1, "a"), Input(1000, "b"),
-                            Input(1200, "c")},
-                           0),
-              Optional(Eq(1u)));
+  EXPECT_THAT(
+      SelectWinner({Ineligible(1, "a"), Input(1000, "b"), Input(1200, "c")}, 0),
+      Optional(Eq(1u)));
 }
 
 // Rows: each tie rule decides when all rules before it are even, although every
@@ -139,8 +137,7 @@ INSTANTIATE_TEST_SUITE_P(Rules, SelectionTieTest,
 
 TEST(SelectionTest, ATieReachesNoFurtherThanTheMargin) {
   // Better by every tie rule, but 1.1 % slower than the fastest.
-  EXPECT_THAT(SelectWinner({Input(2000, "default"),
-                            Input(1011, "b", "a", 1, 1),
+  EXPECT_THAT(SelectWinner({Input(2000, "default"), Input(1011, "b", "a", 1, 1),
                             Input(1000, "c", "z", 900, 90)},
                            0),
               Optional(Eq(2u)));
@@ -149,8 +146,8 @@ TEST(SelectionTest, ATieReachesNoFurtherThanTheMargin) {
 TEST(SelectionTest, ATieCannotPickWhatDoesNotBeatTheDefault) {
   // 1000 beats 1015 by more than the margin; 1008 would win the tie, but does
   // not beat the default itself.
-  EXPECT_THAT(SelectWinner({Input(1015, "default"),
-                            Input(1008, "b", "a", 1, 1), Input(1000, "c")},
+  EXPECT_THAT(SelectWinner({Input(1015, "default"), Input(1008, "b", "a", 1, 1),
+                            Input(1000, "c")},
                            0),
               Optional(Eq(2u)));
 }
@@ -174,9 +171,9 @@ TEST(SelectionTest, DoesNotDependOnTheOrderOfTheChallengers) {
     for (size_t i = 0; i < count; ++i) {
       // Few distinct values, so that ties of every kind occur.
       SelectionInput input =
-          Input(1000 + static_cast<double>(random() % 5) * 4,
-                std::to_string(i), std::string(1, "abd"[random() % 3]),
-                random() % 3, static_cast<uint32_t>(random() % 3));
+          Input(1000 + static_cast<double>(random() % 5) * 4, std::to_string(i),
+                std::string(1, "abd"[random() % 3]), random() % 3,
+                static_cast<uint32_t>(random() % 3));
       input.eligible = random() % 5 != 0;
       inputs.push_back(input);
     }

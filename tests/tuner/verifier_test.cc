@@ -22,15 +22,15 @@ namespace kiln {
 namespace {
 
 using testing::CompileUnits;
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Lt;
 using testing::SmallAssignment;
 using testing::SmallBody;
 using testing::SmallGeometry;
 using testing::SmallUnit;
 using testing::WhyNoCcCpu;
-using ::testing::Each;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::Lt;
 
 constexpr uint32_t kCapacity = 8;
 // Its ragged draws hold all that the mutants below get wrong; checked there.
@@ -280,10 +280,9 @@ constexpr Mutant kMutants[] = {
     {"the ragged tile of an expert is forgotten",
      "for (u32 row = 0; row < count; row += kRows) {",
      "for (u32 row = 0; row + kRows <= count; row += kRows) {"},
-    {"inactive routes rely on what the arena held",
-     "args.route_slot[r] = -1;", ";"},
-    {"the last k step is skipped",
-     "for (u32 k = 0; k < k_size; k += kDepth) {",
+    {"inactive routes rely on what the arena held", "args.route_slot[r] = -1;",
+     ";"},
+    {"the last k step is skipped", "for (u32 k = 0; k < k_size; k += kDepth) {",
      "for (u32 k = 0; k + kDepth < k_size; k += kDepth) {"},
     {"rows of packed weights are too close",
      "static_cast<u64>(n_size / 16) * kd::kTileWords<K>;\n    const u32* words",
@@ -301,7 +300,8 @@ constexpr Mutant kMutants[] = {
     {"the output is added to", "F sum[kBlock / kLanes] = {};",
      "F sum[kBlock / kLanes];\n"
      "    for (u32 i = 0; i < kBlock / kLanes; ++i) {\n"
-     "      sum[i] = kd::Load<F>(args.out + static_cast<u64>(token) * kHidden +\n"
+     "      sum[i] = kd::Load<F>(args.out + static_cast<u64>(token) * kHidden "
+     "+\n"
      "                           base + i * kLanes);\n"
      "    }"},
     {"tokens without a route are not written",
@@ -330,7 +330,8 @@ constexpr Mutant kMutants[] = {
     {"results depend on what the arena held",
      "kd::Splat<kLanes>(args.topk_weights[route])",
      "kd::Splat<kLanes>(args.topk_weights[route] *\n"
-     "          (args.down_out[@DOWN_OUT_END@ - 1] == 0xFFFF ? 1.0001f : 1.0f))"},
+     "          (args.down_out[@DOWN_OUT_END@ - 1] == 0xFFFF ? 1.0001f : "
+     "1.0f))"},
     {"router weights are written",
      "const F weight = kd::Splat<kLanes>(args.topk_weights[route]);",
      "const F weight = kd::Splat<kLanes>(args.topk_weights[route]);\n"
@@ -393,7 +394,8 @@ TEST_F(VerifierTest, TheInputsContainWhatTheMutantsGetWrong) {
     for (size_t r = 0; r < ids.size(); r += 2) {
       for (const int64_t id : {ids[r], ids[r + 1]}) {
         const auto cut = static_cast<int32_t>(id);
-        outside32 = outside32 || (id >= int64_t{1} << 32 && cut >= 0 && cut < 4);
+        outside32 =
+            outside32 || (id >= int64_t{1} << 32 && cut >= 0 && cut < 4);
       }
       duplicate = duplicate || (ids[r] == ids[r + 1] && ids[r] >= 0 &&
                                 ids[r] < SmallGeometry().experts);

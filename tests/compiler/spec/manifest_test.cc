@@ -309,6 +309,9 @@ std::vector<BadInput> BadInputs() {
       {"NameWithLineBreak", "\"moe\"", "\"a\\nb\"",
        "m.json:6:12: \"name\" is \"a\\nb\", must not contain control "
        "characters"},
+      {"NameBeyondAscii", "\"moe\"", "\"mo\xC3\xA9\"",
+       "m.json:6:12: \"name\" is \"mo\xC3\xA9\", must be printable ASCII: it "
+       "names a bundle's entry"},
   };
 }
 

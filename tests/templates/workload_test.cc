@@ -1,0 +1,285 @@
+#include "templates/fused_moe/workload.h"
+
+#include <cmath>
+#include <cstring>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace kiln {
+namespace {
+
+RequestGeometry Geometry(DType io = DType::kBf16, DType id = DType::kI64) {
+  RequestGeometry geometry;
+  geometry.hidden = 256;
+  geometry.intermediate = 128;
+  geometry.experts = 8;
+  geometry.top_k = 3;
+  geometry.io_dtype = io;
+  geometry.id_dtype = id;
+  geometry.weights.bits = {.gate = 2, .up = 3, .down = 5};
+  return geometry;
+}
+
+std::vector<int64_t> IdsOf(const FusedMoeWorkload& workload, Routing routing,
+                           uint32_t draw, uint32_t tokens) {
+  const std::string bytes = workload.MakeTokens(routing, draw, tokens).topk_ids;
+  std::vector<int64_t> ids;
+  if (workload.geometry().id_dtype == DType::kI64) {
+    ids.resize(bytes.size() / 8);
+    std::memcpy(ids.data(), bytes.data(), bytes.size());
+  } else {
+    std::vector<int32_t> narrow(bytes.size() / 4);
+    std::memcpy(narrow.data(), bytes.data(), bytes.size());
+    ids.assign(narrow.begin(), narrow.end());
+  }
+  return ids;
+}
+
+bool IsActive(int64_t id) { return id >= 0 && id < 8; }
+
+TEST(FusedMoeWorkloadTest, BuffersHaveTheSizesOfTheParameterBlock) {
+  for (const DType id : {DType::kI32, DType::kI64}) {
+    const FusedMoeWorkload workload(Geometry(DType::kF16, id), 1);
+    const std::vector<uint64_t> bytes = FusedMoeBytes(workload.geometry(), 5);
+    const FusedMoeWorkload::Tokens tokens =
+        workload.MakeTokens(Routing::kUniform, 0, 5);
+    EXPECT_EQ(tokens.x.size(), bytes[0]);
+    EXPECT_EQ(tokens.topk_ids.size(), bytes[1]);
+    EXPECT_EQ(tokens.topk_weights.size(), bytes[2]);
+    for (uint32_t slot = 0; slot < kFusedMoeParamCount; ++slot) {
+      const bool constant = slot >= 3 && slot <= 9;
+      EXPECT_EQ(workload.Constant(static_cast<FusedMoeParam>(slot)).size(),
+                constant ? bytes[slot] : 0)
+          << slot;
+    }
+  }
+}
+
+TEST(FusedMoeWorkloadTest, FewerTokensAreAPrefixOfMore) {
+  for (const Routing routing : {Routing::kUniform, Routing::kRagged}) {
+    for (const DType io : {DType::kBf16, DType::kF16}) {
+      const FusedMoeWorkload workload(Geometry(io), 9);
+      const FusedMoeWorkload::Tokens all = workload.MakeTokens(routing, 4, 33);
+      for (const uint32_t m : {1u, 2u, 8u, 32u, 33u}) {
+        const FusedMoeWorkload::Tokens some =
+            workload.MakeTokens(routing, 4, m);
+        EXPECT_EQ(some.x, all.x.substr(0, some.x.size()));
+        EXPECT_EQ(some.topk_ids, all.topk_ids.substr(0, some.topk_ids.size()));
+        EXPECT_EQ(some.topk_weights,
+                  all.topk_weights.substr(0, some.topk_weights.size()));
+      }
+    }
+  }
+}
+
+TEST(FusedMoeWorkloadTest, EqualSeedsGiveEqualInputsAndOthersDiffer) {
+  const FusedMoeWorkload a(Geometry(), 1);
+  const FusedMoeWorkload b(Geometry(), 1);
+  const FusedMoeWorkload c(Geometry(), 2);
+  for (uint32_t slot = 3; slot <= 9; ++slot) {
+    const auto param = static_cast<FusedMoeParam>(slot);
+    EXPECT_EQ(a.Constant(param), b.Constant(param)) << slot;
+    EXPECT_NE(a.Constant(param), c.Constant(param)) << slot;
+  }
+  const auto x = [](const FusedMoeWorkload& workload, uint32_t draw) {
+    return workload.MakeTokens(Routing::kUniform, draw, 4).x;
+  };
+  EXPECT_EQ(x(a, 7), x(b, 7));
+  EXPECT_NE(x(a, 7), x(a, 8));
+  EXPECT_NE(x(a, 7), x(c, 7));
+  EXPECT_NE(IdsOf(a, Routing::kUniform, 0, 8),
+            IdsOf(a, Routing::kUniform, 1, 8));
+  EXPECT_NE(IdsOf(a, Routing::kUniform, 0, 8),
+            IdsOf(c, Routing::kUniform, 0, 8));
+  // Tokens of one call differ too.
+  const std::string two = x(a, 0);
+  EXPECT_NE(two.substr(0, 512), two.substr(512, 512));
+}
+
+TEST(FusedMoeWorkloadTest, InputsAreNumbersOfOrderOne) {
+  for (const DType io : {DType::kBf16, DType::kF16}) {
+    const FusedMoeWorkload workload(Geometry(io), 3);
+    const FusedMoeWorkload::Tokens tokens =
+        workload.MakeTokens(Routing::kUniform, 0, 50);
+    std::vector<float> weights(tokens.topk_weights.size() / 4);
+    std::memcpy(weights.data(), tokens.topk_weights.data(),
+                tokens.topk_weights.size());
+    for (size_t t = 0; t < 50; ++t) {
+      float sum = 0;
+      for (size_t j = 0; j < 3; ++j) {
+        EXPECT_GT(weights[t * 3 + j], 0);
+        sum += weights[t * 3 + j];
+      }
+      EXPECT_NEAR(sum, 1, 1e-5);
+    }
+    if (io == DType::kF16) continue;
+    std::vector<uint16_t> x(tokens.x.size() / 2);
+    std::memcpy(x.data(), tokens.x.data(), tokens.x.size());
+    double squares = 0;
+    for (const uint16_t bits : x) {
+      const uint32_t word = static_cast<uint32_t>(bits) << 16;
+      float value = 0;
+      std::memcpy(&value, &word, 4);
+      ASSERT_LE(std::abs(value), 3);
+      squares += static_cast<double>(value) * value;
+    }
+    EXPECT_NEAR(squares / static_cast<double>(x.size()), 1, 0.05);
+  }
+}
+
+TEST(FusedMoeWorkloadTest, UniformRoutesAreDistinctActiveExperts) {
+  const FusedMoeWorkload workload(Geometry(), 5);
+  std::set<int64_t> seen;
+  const std::vector<int64_t> ids = IdsOf(workload, Routing::kUniform, 2, 200);
+  for (size_t t = 0; t < 200; ++t) {
+    const std::set<int64_t> token(
+        ids.begin() + static_cast<int64_t>(t) * 3,
+        ids.begin() + static_cast<int64_t>(t) * 3 + 3);
+    EXPECT_EQ(token.size(), 3u) << "a token chose an expert twice";
+    for (const int64_t id : token) EXPECT_TRUE(IsActive(id)) << id;
+    seen.insert(token.begin(), token.end());
+  }
+  EXPECT_EQ(seen.size(), 8u) << "some expert is never chosen";
+}
+
+TEST(FusedMoeWorkloadTest, RaggedRoutesHaveEveryTrouble) {
+  for (const DType id_dtype : {DType::kI32, DType::kI64}) {
+    const FusedMoeWorkload workload(Geometry(DType::kBf16, id_dtype), 5);
+    const std::vector<int64_t> ids = IdsOf(workload, Routing::kRagged, 0, 256);
+    bool negative = false;
+    bool just_outside = false;
+    bool far_outside = false;
+    bool looks_active_in_32_bits = false;
+    int duplicates = 0;
+    int dead = 0;
+    int active = 0;
+    for (size_t t = 0; t < 256; ++t) {
+      const int64_t* token = ids.data() + t * 3;
+      bool any = false;
+      for (size_t j = 0; j < 3; ++j) {
+        const int64_t id = token[j];
+        any = any || IsActive(id);
+        active += IsActive(id) ? 1 : 0;
+        negative = negative || id < 0;
+        just_outside = just_outside || id == 8;
+        far_outside = far_outside || id >= INT32_MAX;
+        looks_active_in_32_bits =
+            looks_active_in_32_bits ||
+            (!IsActive(id) && IsActive(static_cast<int32_t>(id)));
+        for (size_t other = 0; other < j; ++other) {
+          duplicates += IsActive(id) && id == token[other] ? 1 : 0;
+        }
+      }
+      dead += any ? 0 : 1;
+      if (t % 8 == 5) EXPECT_FALSE(any) << t;
+    }
+    EXPECT_TRUE(negative);
+    EXPECT_TRUE(just_outside);
+    EXPECT_TRUE(far_outside);
+    EXPECT_EQ(looks_active_in_32_bits, id_dtype == DType::kI64);
+    EXPECT_GE(duplicates, 10);
+    EXPECT_GE(dead, 32);
+    EXPECT_LE(dead, 64) << "too little work is left";
+    EXPECT_GE(active, 256 * 3 / 2);
+  }
+}
+
+TEST(FusedMoeWorkloadTest, CountsDistinctActiveExperts) {
+  const FusedMoeWorkload workload(Geometry(), 6);
+  for (const Routing routing : {Routing::kUniform, Routing::kRagged}) {
+    for (const uint32_t tokens : {0u, 1u, 2u, 6u, 100u}) {
+      std::set<int64_t> active;
+      for (const int64_t id : IdsOf(workload, routing, 3, tokens)) {
+        if (IsActive(id)) active.insert(id);
+      }
+      EXPECT_EQ(workload.ActiveExperts(routing, 3, tokens),
+                static_cast<int64_t>(active.size()));
+    }
+  }
+}
+
+// The oracle called by hand on the same buffers.
+std::vector<double> Direct(const FusedMoeWorkload& workload, Routing routing,
+                           uint32_t draw, uint32_t tokens,
+                           const std::vector<int64_t>& rows) {
+  const RequestGeometry& geometry = workload.geometry();
+  const FusedMoeWorkload::Tokens inputs =
+      workload.MakeTokens(routing, draw, tokens);
+  const auto words = [&workload](FusedMoeParam param) {
+    return reinterpret_cast<const uint16_t*>(workload.Constant(param).data());
+  };
+  FusedMoeProblem problem;
+  problem.tokens = tokens;
+  problem.hidden = geometry.hidden;
+  problem.intermediate = geometry.intermediate;
+  problem.experts = geometry.experts;
+  problem.top_k = geometry.top_k;
+  problem.codebook = geometry.weights.codebook;
+  problem.bits = geometry.weights.bits;
+  problem.shared_scales = geometry.weights.shared_scales;
+  problem.x_dtype = geometry.io_dtype;
+  problem.id_dtype = geometry.id_dtype;
+  problem.x = inputs.x.data();
+  problem.topk_ids = inputs.topk_ids.data();
+  problem.topk_weights =
+      reinterpret_cast<const float*>(inputs.topk_weights.data());
+  problem.w_gate = words(FusedMoeParam::kWGate);
+  problem.w_up = words(FusedMoeParam::kWUp);
+  problem.w_down = words(FusedMoeParam::kWDown);
+  problem.gate_suh = words(FusedMoeParam::kGateSuh);
+  problem.up_suh = words(FusedMoeParam::kUpSuh);
+  problem.rotations = words(FusedMoeParam::kRotations);
+  problem.down_svh = words(FusedMoeParam::kDownSvh);
+  std::vector<double> out(rows.size() * static_cast<size_t>(geometry.hidden));
+  FusedMoeReferenceRows(problem, rows, ReferenceMode::kFloat64, out.data(), 1);
+  return out;
+}
+
+TEST(FusedMoeWorkloadTest, ExpectedRowsAreTheOraclesWhateverWasAskedBefore) {
+  for (const bool shared : {false, true}) {
+    RequestGeometry geometry = Geometry(shared ? DType::kF16 : DType::kBf16);
+    geometry.weights.shared_scales = shared;
+    FusedMoeWorkload workload(geometry, 8);
+    for (const Routing routing : {Routing::kUniform, Routing::kRagged}) {
+      const std::vector<double> direct =
+          Direct(workload, routing, 2, 16, {5, 0, 15, 5});
+      // First some of them, so that the rest meets a filled memory.
+      const std::vector<uint32_t> one = {15};
+      workload.Expected(routing, 2, one, 1);
+      const std::vector<uint32_t> rows = {5, 0, 15, 5};
+      EXPECT_EQ(workload.Expected(routing, 2, rows, 2), direct);
+      EXPECT_EQ(workload.Expected(routing, 2, rows, 1), direct);
+    }
+  }
+}
+
+TEST(FusedMoeWorkloadTest, DrawsAndRoutingsDoNotShareExpectedRows) {
+  FusedMoeWorkload workload(Geometry(), 8);
+  const std::vector<uint32_t> rows = {0};
+  const std::vector<double> a =
+      workload.Expected(Routing::kUniform, 0, rows, 1);
+  EXPECT_NE(a, workload.Expected(Routing::kUniform, 1, rows, 1));
+  EXPECT_NE(a, workload.Expected(Routing::kRagged, 0, rows, 1));
+  EXPECT_EQ(a, workload.Expected(Routing::kUniform, 0, rows, 1));
+}
+
+TEST(FusedMoeWorkloadTest, OutputsAreOfOrderOneAndDeadTokensAreZero) {
+  FusedMoeWorkload workload(Geometry(), 8);
+  const std::vector<uint32_t> rows = {0, 5};
+  const std::vector<double> out =
+      workload.Expected(Routing::kRagged, 0, rows, 1);
+  double squares = 0;
+  for (size_t i = 0; i < 256; ++i) {
+    squares += out[i] * out[i];
+    EXPECT_EQ(out[256 + i], 0) << "token 5 has no active route";
+  }
+  EXPECT_GT(squares / 256, 1e-3);
+  EXPECT_LT(squares / 256, 100);
+}
+
+}  // namespace
+}  // namespace kiln
