@@ -51,9 +51,8 @@ class StringTable {
       offset = static_cast<uint32_t>(bytes_.size());
       bytes_.append(text).push_back('\0');
       if (bytes_.size() > KILN_FORMAT_STRINGS_BYTES_MAX) {
-        return absl::ResourceExhaustedError(
-            absl::StrCat("bundle strings exceed ",
-                         KILN_FORMAT_STRINGS_BYTES_MAX, " bytes"));
+        return absl::ResourceExhaustedError(absl::StrCat(
+            "bundle strings exceed ", KILN_FORMAT_STRINGS_BYTES_MAX, " bytes"));
       }
     }
     return absl::OkStatus();
@@ -120,8 +119,8 @@ absl::Status CheckKernels(const Program& program) {
         absl::StrCat("program ", name, ": kernel ", kernel.entry);
     if (kernel.entry.empty() ||
         (previous != nullptr && previous->entry >= kernel.entry)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          what, ": names must be set, distinct and sorted"));
+      return absl::InvalidArgumentError(
+          absl::StrCat(what, ": names must be set, distinct and sorted"));
     }
     previous = &kernel;
     RETURN_IF_ERROR(CheckCount(absl::StrCat(what, ": parameters"),
@@ -143,11 +142,11 @@ absl::Status CheckKernels(const Program& program) {
           absl::StrCat(what, ": parameters end at ", end, ", block has ",
                        kernel.param_bytes, " bytes"));
     }
-    const bool whole =
-        kernel.params.empty()
-            ? kernel.param_bytes == 0
-            : kernel.params.size() == 1 && kernel.params[0].offset == 0 &&
-                  end == kernel.param_bytes;
+    const bool whole = kernel.params.empty()
+                           ? kernel.param_bytes == 0
+                           : kernel.params.size() == 1 &&
+                                 kernel.params[0].offset == 0 &&
+                                 end == kernel.param_bytes;
     if (program.target.backend == Backend::kCpu && !whole) {
       return absl::InvalidArgumentError(absl::StrCat(
           what, ": a CPU kernel declares one parameter that covers its ",
@@ -174,10 +173,10 @@ absl::Status CheckArgs(const Step& step, const Kernel& kernel,
     if (!cuda) continue;
     const KernelParam& param = kernel.params[i];
     if (param.offset != offsets[i] || param.bytes != bytes) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "argument ", i, " has ", bytes, " bytes at offset ", offsets[i],
-          ", kernel ", kernel.entry, " declares ", param.bytes, " bytes at ",
-          param.offset));
+      return absl::InvalidArgumentError(
+          absl::StrCat("argument ", i, " has ", bytes, " bytes at offset ",
+                       offsets[i], ", kernel ", kernel.entry, " declares ",
+                       param.bytes, " bytes at ", param.offset));
     }
   }
   if (kernel.param_bytes != end && kernel.param_bytes != AlignUp(end, 8)) {
@@ -194,9 +193,8 @@ absl::Status CheckLaunch(const Step& step, const Kernel& kernel,
     const uint64_t largest = step.grid[d].Evaluate(m_max);
     const uint64_t limit =
         d == 0 ? KILN_FORMAT_GRID_X_MAX : KILN_FORMAT_GRID_YZ_MAX;
-    RETURN_IF_ERROR(CheckCount(absl::StrCat("grid dimension ", d, " at m ",
-                                            m_max),
-                               largest, limit));
+    RETURN_IF_ERROR(CheckCount(
+        absl::StrCat("grid dimension ", d, " at m ", m_max), largest, limit));
   }
   uint64_t threads = 1;
   for (const uint32_t n : step.block) {
@@ -211,10 +209,10 @@ absl::Status CheckLaunch(const Step& step, const Kernel& kernel,
     }
     return absl::OkStatus();
   }
-  const uint32_t limit = kernel.max_threads != 0
-                             ? std::min(kernel.max_threads,
-                                        KILN_FORMAT_BLOCK_THREADS_MAX)
-                             : KILN_FORMAT_BLOCK_THREADS_MAX;
+  const uint32_t limit =
+      kernel.max_threads != 0
+          ? std::min(kernel.max_threads, KILN_FORMAT_BLOCK_THREADS_MAX)
+          : KILN_FORMAT_BLOCK_THREADS_MAX;
   return CheckCount("block threads", threads, limit);
 }
 
@@ -226,11 +224,10 @@ absl::Status CheckMeasure(absl::string_view what, double value) {
 
 absl::Status CheckPlanLimits(const Plan& plan) {
   const PlanBody& body = plan.body;
-  RETURN_IF_ERROR(CheckCount("interval end", plan.interval.m_max,
-                             KILN_FORMAT_TOKENS_MAX));
   RETURN_IF_ERROR(
-      CheckCount("parameters", body.params.size(),
-                 KILN_FORMAT_PLAN_PARAMS_MAX));
+      CheckCount("interval end", plan.interval.m_max, KILN_FORMAT_TOKENS_MAX));
+  RETURN_IF_ERROR(CheckCount("parameters", body.params.size(),
+                             KILN_FORMAT_PLAN_PARAMS_MAX));
   RETURN_IF_ERROR(CheckCount("arena slices", body.arena.slices.size(),
                              KILN_FORMAT_PLAN_SLICES_MAX));
   RETURN_IF_ERROR(
@@ -377,9 +374,8 @@ absl::StatusOr<ProgramIndex> IndexPrograms(const BundleSection& section) {
       return absl::DataLossError(absl::StrCat(
           "program ", program->key.digest.ToHex(),
           " has two different binaries: ", first.binary_digest.ToHex(), " (",
-          first.binary.size(), " bytes) and ",
-          program->binary_digest.ToHex(), " (", program->binary.size(),
-          " bytes)"));
+          first.binary.size(), " bytes) and ", program->binary_digest.ToHex(),
+          " (", program->binary.size(), " bytes)"));
     }
   }
   return index;
@@ -405,10 +401,9 @@ absl::StatusOr<SortedSection> Sort(BundleSection* section,
   ASSIGN_OR_RETURN(const ProgramIndex programs, IndexPrograms(*section));
   std::set<Digest> used;
   for (BundleEntry& entry : section->entries) {
-    std::sort(entry.plans.begin(), entry.plans.end(),
-              [](const Plan& a, const Plan& b) {
-                return a.interval < b.interval;
-              });
+    std::sort(
+        entry.plans.begin(), entry.plans.end(),
+        [](const Plan& a, const Plan& b) { return a.interval < b.interval; });
     RETURN_IF_ERROR(Annotate(CheckEntry(*section, entry, programs, options),
                              absl::StrCat("entry ", entry.name)));
     if (!sorted.entries.empty() && sorted.entries.back()->name == entry.name) {
@@ -493,9 +488,8 @@ class TableBuilder {
     const BundleSection& in = *sorted.section;
     kiln_format_section_t out = {};
     out.target = strings_.Find(sorted.target);
-    out.backend = in.target.backend == Backend::kCuda
-                      ? KILN_FORMAT_BACKEND_CUDA
-                      : KILN_FORMAT_BACKEND_CPU;
+    out.backend = in.target.backend == Backend::kCuda ? KILN_FORMAT_BACKEND_CUDA
+                                                      : KILN_FORMAT_BACKEND_CPU;
     out.level = static_cast<uint32_t>(in.target.level);
     out.arch_specific = in.target.arch_specific ? 1 : 0;
     out.driver_version_min = in.driver_version_min;
@@ -532,10 +526,10 @@ class TableBuilder {
     const auto append = [&](uint32_t table, const void* data, size_t count,
                             size_t record_bytes) {
       out.resize(AlignUp(out.size(), 8), '\0');
-      header.tables[table] = {.offset = out.size(),
-                              .count = static_cast<uint32_t>(count),
-                              .record_bytes =
-                                  static_cast<uint32_t>(record_bytes)};
+      header.tables[table] = {
+          .offset = out.size(),
+          .count = static_cast<uint32_t>(count),
+          .record_bytes = static_cast<uint32_t>(record_bytes)};
       if (count != 0) {
         out.append(static_cast<const char*>(data), count * record_bytes);
       }
@@ -632,8 +626,7 @@ class TableBuilder {
     for (const Plan& plan : in.plans) {
       AddPlan(section, plan);
       for (const Step& step : plan.body.steps) {
-        const uint32_t program =
-            program_index.at(plan.programs[step.program]);
+        const uint32_t program = program_index.at(plan.programs[step.program]);
         AddStep(step, program, *programs[program - first_program]);
       }
     }
@@ -687,10 +680,9 @@ class TableBuilder {
     kiln_format_step_t out = {};
     out.label = strings_.Find(in.label);
     out.program = program_index;
-    out.kernel =
-        programs_[program_index].kernels.first +
-        static_cast<uint32_t>(program.FindKernel(in.entry) -
-                              program.kernels.data());
+    out.kernel = programs_[program_index].kernels.first +
+                 static_cast<uint32_t>(program.FindKernel(in.entry) -
+                                       program.kernels.data());
     for (size_t d = 0; d < 3; ++d) {
       const LaunchTerm terms[2] = {in.grid[d].a, in.grid[d].b};
       for (size_t t = 0; t < 2; ++t) {
@@ -753,6 +745,7 @@ class TableBuilder {
         {"steps", steps_.size(), KILN_FORMAT_STEPS_MAX},
         {"arguments", args_.size(), KILN_FORMAT_ARGS_MAX},
     };
+
     for (const auto& limit : limits) {
       RETURN_IF_ERROR(CheckCount(absl::StrCat("bundle ", limit.name),
                                  limit.count, limit.max));

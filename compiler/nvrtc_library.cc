@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -88,6 +89,42 @@ std::string StableLog(absl::string_view log) {
   return text;
 }
 
+// InvalidArgument unless every #include of `text` names a header of the unit.
+// NVRTC would open an absolute path, and the file's bytes would be in no key.
+absl::Status CheckIncludes(const SourceUnit& unit, absl::string_view name,
+                           absl::string_view text) {
+  int number = 0;
+  for (absl::string_view line : absl::StrSplit(text, '\n')) {
+    ++number;
+    line = absl::StripLeadingAsciiWhitespace(line);
+    if (!absl::ConsumePrefix(&line, "#")) continue;
+    line = absl::StripLeadingAsciiWhitespace(line);
+    if (!absl::ConsumePrefix(&line, "include")) continue;
+    line = absl::StripAsciiWhitespace(line);
+    const size_t end = line.find_first_of("\">", 1);
+    const bool quoted =
+        end != absl::string_view::npos && (line[0] == '"' || line[0] == '<');
+    const absl::string_view wanted = quoted ? line.substr(1, end - 1) : line;
+    if (quoted &&
+        std::any_of(unit.headers.begin(), unit.headers.end(),
+                    [&](const auto& one) { return one.first == wanted; })) {
+      continue;
+    }
+    return absl::InvalidArgumentError(absl::StrCat(
+        name, "(", number, "): includes ", wanted,
+        ", which is no header of the unit; it has ", unit.headers.size()));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckIncludes(const SourceUnit& unit) {
+  RETURN_IF_ERROR(CheckIncludes(unit, unit.name, unit.text));
+  for (const auto& [name, text] : unit.headers) {
+    RETURN_IF_ERROR(CheckIncludes(unit, name, text));
+  }
+  return absl::OkStatus();
+}
+
 class NvrtcCompiler : public WorkerCompiler {
  public:
   NvrtcCompiler(const NvrtcTable& table, WorkerHello hello)
@@ -102,6 +139,8 @@ class NvrtcCompiler : public WorkerCompiler {
           "NVRTC does not generate code for ", job.target.ToString()));
       return result;
     }
+    result.status = CheckIncludes(job.unit);
+    if (!result.status.ok()) return result;
     std::vector<const char*> names, texts;
     for (const auto& [name, text] : job.unit.headers) {
       names.push_back(name.c_str());

@@ -21,16 +21,22 @@ class Memory {
     data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   }
+
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
+
   ~Memory() {
     if (ok()) munmap(data_, bytes_);
   }
 
   bool ok() const { return data_ != MAP_FAILED; }
+
   uint8_t* data() const { return static_cast<uint8_t*>(data_); }
+
   size_t bytes() const { return bytes_; }
+
   bool Seal() const { return mprotect(data_, bytes_, PROT_READ) == 0; }
+
   void* Release() {
     void* data = data_;
     data_ = MAP_FAILED;
@@ -45,11 +51,14 @@ class Memory {
 class FileDescriptor {
  public:
   explicit FileDescriptor(int fd) : fd_(fd) {}
+
   FileDescriptor(const FileDescriptor&) = delete;
   FileDescriptor& operator=(const FileDescriptor&) = delete;
+
   ~FileDescriptor() {
     if (fd_ >= 0) close(fd_);
   }
+
   int get() const { return fd_; }
 
  private:
@@ -103,8 +112,8 @@ Failure NoMemory(uint64_t bytes, kiln_error_t* error) {
 kiln_status_t OpenBundleFile(const char* path, const uint8_t* expected_root,
                              Bundle** bundle, kiln_error_t* error) {
   // O_NONBLOCK: a FIFO in place of a file must not hang the engine's start.
-  const FileDescriptor fd(open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY |
-                                         O_NONBLOCK));
+  const FileDescriptor fd(
+      open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK));
   if (fd.get() < 0) {
     const int reason = errno;
     const bool absent = reason == ENOENT || reason == ENOTDIR;

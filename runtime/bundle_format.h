@@ -168,8 +168,8 @@ typedef struct kiln_format_header_t {
 typedef struct kiln_format_section_t {
   kiln_format_text_t target; /* "sm_90a" */
   uint32_t backend;
-  uint32_t level;         /* CUDA: 10 * major + minor; CPU: psABI level */
-  uint32_t arch_specific; /* CUDA: 1 for a trailing "a"; CPU: 0 */
+  uint32_t level;              /* CUDA: 10 * major + minor; CPU: psABI level */
+  uint32_t arch_specific;      /* CUDA: 1 for a trailing "a"; CPU: 0 */
   uint32_t driver_version_min; /* as cuDriverGetVersion counts; CPU: 0 */
   uint32_t flags;
   uint32_t reserved; /* 0 */

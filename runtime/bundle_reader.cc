@@ -73,9 +73,7 @@ class Verifier {
 
   uint32_t Count(Table table) const { return v_.header->tables[table].count; }
 
-  Failure Bad() const {
-    return Failure(error_, KILN_STATUS_BUNDLE_MALFORMED);
-  }
+  Failure Bad() const { return Failure(error_, KILN_STATUS_BUNDLE_MALFORMED); }
 
   // Names the record at fault: "plans record 3: ...".
   Failure Bad(Table table, uint64_t index) const {
@@ -184,8 +182,8 @@ class Verifier {
     }
     if (index > 0 &&
         strcmp(v_.Text(v_.sections[index - 1].target), target) >= 0) {
-      return Bad(kTable, index) << "target " << target
-                                << " is out of order or repeated";
+      return Bad(kTable, index)
+             << "target " << target << " is out of order or repeated";
     }
     if (!Take(KILN_FORMAT_TABLE_PROGRAMS, section.programs,
               KILN_FORMAT_PROGRAMS_MAX) ||
@@ -429,9 +427,9 @@ class Verifier {
       const uint64_t limit =
           d == 0 ? KILN_FORMAT_GRID_X_MAX : KILN_FORMAT_GRID_YZ_MAX;
       if (largest > limit) {
-        return Bad(kTable, index) << "grid dimension " << d << " is " << largest
-                                  << " at m " << plan.m_max << ", limit is "
-                                  << limit;
+        return Bad(kTable, index)
+               << "grid dimension " << d << " is " << largest << " at m "
+               << plan.m_max << ", limit is " << limit;
       }
     }
     uint64_t threads = 1;
@@ -441,13 +439,12 @@ class Verifier {
       }
       threads *= n;
     }
-    const uint64_t threads_max =
-        section.backend == KILN_FORMAT_BACKEND_CPU ? 1
-        : kernel.max_threads != 0                  ? kernel.max_threads
-                                                   : 1024;
+    const uint64_t threads_max = section.backend == KILN_FORMAT_BACKEND_CPU ? 1
+                                 : kernel.max_threads != 0 ? kernel.max_threads
+                                                           : 1024;
     if (threads > threads_max || threads > KILN_FORMAT_BLOCK_THREADS_MAX) {
-      return Bad(kTable, index) << "block of " << threads
-                                << " threads, limit is " << threads_max;
+      return Bad(kTable, index)
+             << "block of " << threads << " threads, limit is " << threads_max;
     }
     if (section.backend == KILN_FORMAT_BACKEND_CPU &&
         step.dynamic_shared_bytes != 0) {
@@ -498,8 +495,8 @@ class Verifier {
       }
       const uint32_t bytes = ArgBytes(arg.kind);
       if (arg.offset != AlignUp(end, bytes)) {
-        return Bad(kTable, index) << "argument " << a << " is at offset "
-                                  << arg.offset;
+        return Bad(kTable, index)
+               << "argument " << a << " is at offset " << arg.offset;
       }
       end = uint64_t{arg.offset} + bytes;
       if (cuda) {
@@ -514,9 +511,9 @@ class Verifier {
       }
     }
     if (kernel.param_bytes != end && kernel.param_bytes != AlignUp(end, 8)) {
-      return Bad(kTable, index) << "arguments take " << end
-                                << " bytes, kernel declares "
-                                << kernel.param_bytes;
+      return Bad(kTable, index)
+             << "arguments take " << end << " bytes, kernel declares "
+             << kernel.param_bytes;
     }
     return KILN_STATUS_OK;
   }
@@ -540,8 +537,8 @@ class Verifier {
     uint64_t end = strings.offset + strings.count;
     if (v_.header->binaries_offset !=
         AlignUp(end, KILN_FORMAT_BINARY_ALIGNMENT)) {
-      return Bad() << "bundle binaries begin at "
-                   << v_.header->binaries_offset << ", expected "
+      return Bad() << "bundle binaries begin at " << v_.header->binaries_offset
+                   << ", expected "
                    << AlignUp(end, KILN_FORMAT_BINARY_ALIGNMENT);
     }
     for (uint32_t i = 0; i < Count(kTable); ++i) {
@@ -582,8 +579,8 @@ kiln_status_t CheckDirectory(const uint8_t* data, size_t bytes,
     const TableRule& rule = kTables[i];
     if (table.record_bytes != rule.record_bytes) {
       return Failure(error, KILN_STATUS_BUNDLE_MALFORMED)
-             << "bundle " << rule.name << " records have "
-             << table.record_bytes << " bytes, expected " << rule.record_bytes;
+             << "bundle " << rule.name << " records have " << table.record_bytes
+             << " bytes, expected " << rule.record_bytes;
     }
     if (table.count > rule.count_max) {
       return Failure(error, KILN_STATUS_BUNDLE_LIMIT)
@@ -593,8 +590,7 @@ kiln_status_t CheckDirectory(const uint8_t* data, size_t bytes,
     const uint64_t begin = AlignUp(end, 8);
     // At most 2^26 records of at most 168 bytes: no overflow.
     const uint64_t table_bytes = uint64_t{table.count} * table.record_bytes;
-    if (table.offset != begin || begin > bytes ||
-        table_bytes > bytes - begin) {
+    if (table.offset != begin || begin > bytes || table_bytes > bytes - begin) {
       return Failure(error, KILN_STATUS_BUNDLE_MALFORMED)
              << "bundle " << rule.name << " table of " << table_bytes
              << " bytes at " << table.offset << ", expected at " << begin

@@ -36,6 +36,7 @@ struct BundleView {
   const char* Text(kiln_format_text_t text) const {
     return strings + text.offset;
   }
+
   uint32_t section_count() const {
     return header->tables[KILN_FORMAT_TABLE_SECTIONS].count;
   }

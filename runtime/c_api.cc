@@ -62,16 +62,16 @@ kiln_status_t CheckSize(const T* value, const char* type, kiln_error_t* error) {
 
 kiln_status_t ResolveBundle(const kiln_bundle_t* handle, Bundle** bundle,
                             kiln_error_t* error) {
-  *bundle = static_cast<Bundle*>(kiln::runtime::ResolveHandle(
-      HandleKind::kBundle, Value(handle)));
+  *bundle = static_cast<Bundle*>(
+      kiln::runtime::ResolveHandle(HandleKind::kBundle, Value(handle)));
   if (*bundle != nullptr) return KILN_STATUS_OK;
   return Closed("bundle", handle, error);
 }
 
 kiln_status_t ResolveModules(const kiln_modules_t* handle,
                              const Modules** modules, kiln_error_t* error) {
-  *modules = static_cast<const Modules*>(kiln::runtime::ResolveHandle(
-      HandleKind::kModules, Value(handle)));
+  *modules = static_cast<const Modules*>(
+      kiln::runtime::ResolveHandle(HandleKind::kModules, Value(handle)));
   if (*modules != nullptr) return KILN_STATUS_OK;
   return Closed("modules", handle, error);
 }
@@ -101,6 +101,7 @@ class Walk {
   }
 
   kiln_status_t status() const { return status_; }
+
   const BundleView& view() const { return *view_; }
 
   template <typename T>
@@ -119,33 +120,36 @@ class Walk {
     if (status_ != KILN_STATUS_OK) return nullptr;
     return At(view_->sections, {0, view_->section_count()}, index, "section");
   }
+
   const kiln_format_entry_t* Entry(uint32_t section, uint32_t entry) {
     const auto* s = Section(section);
     return s == nullptr ? nullptr
                         : At(view_->entries, s->entries, entry, "entry");
   }
+
   const kiln_format_plan_t* Plan(uint32_t section, uint32_t entry,
                                  uint32_t plan) {
     const auto* e = Entry(section, entry);
     return e == nullptr ? nullptr : At(view_->plans, e->plans, plan, "plan");
   }
+
   const kiln_format_step_t* Step(uint32_t section, uint32_t entry,
                                  uint32_t plan, uint32_t step) {
     const auto* p = Plan(section, entry, plan);
     return p == nullptr ? nullptr : At(view_->steps, p->steps, step, "step");
   }
+
   const kiln_format_program_t* Program(uint32_t section, uint32_t program) {
     const auto* s = Section(section);
-    return s == nullptr
-               ? nullptr
-               : At(view_->programs, s->programs, program, "program");
+    return s == nullptr ? nullptr
+                        : At(view_->programs, s->programs, program, "program");
   }
+
   const kiln_format_kernel_t* Kernel(uint32_t section, uint32_t program,
                                      uint32_t kernel) {
     const auto* p = Program(section, program);
-    return p == nullptr
-               ? nullptr
-               : At(view_->kernels, p->kernels, kernel, "kernel");
+    return p == nullptr ? nullptr
+                        : At(view_->kernels, p->kernels, kernel, "kernel");
   }
 
  private:
@@ -173,13 +177,11 @@ kiln_status_t OpenOptions(const kiln_open_options_t* options,
 
 kiln_status_t Publish(Bundle* bundle, kiln_bundle_t** handle,
                       kiln_error_t* error) {
-  const uint64_t value =
-      kiln::runtime::MakeHandle(HandleKind::kBundle, bundle);
+  const uint64_t value = kiln::runtime::MakeHandle(HandleKind::kBundle, bundle);
   if (value == 0) {
     kiln::runtime::ReleaseBundle(bundle);
     return Failure(error, KILN_STATUS_OUT_OF_MEMORY)
-           << "too many open bundles, limit is "
-           << kiln::runtime::kHandleSlots;
+           << "too many open bundles, limit is " << kiln::runtime::kHandleSlots;
   }
   *handle = Handle<kiln_bundle_t>(value);
   return KILN_STATUS_OK;
@@ -363,8 +365,7 @@ kiln_status_t kiln_bundle_arg(const kiln_bundle_t* bundle, uint32_t section,
   Walk walk(bundle, error);
   const auto* owner = walk.Step(section, entry, plan, step);
   if (owner == nullptr) return walk.status();
-  const auto* record =
-      walk.At(walk.view().args, owner->args, arg, "argument");
+  const auto* record = walk.At(walk.view().args, owner->args, arg, "argument");
   if (record != nullptr) kiln::runtime::Describe(*record, info);
   return walk.status();
 }
@@ -413,8 +414,7 @@ kiln_status_t kiln_bundle_kernel_param(const kiln_bundle_t* bundle,
 
 kiln_status_t kiln_modules_load(const kiln_bundle_t* bundle,
                                 const kiln_load_options_t* options,
-                                kiln_modules_t** modules,
-                                kiln_error_t* error) {
+                                kiln_modules_t** modules, kiln_error_t* error) {
   if (modules == nullptr) return Null("modules", error);
   LoadOptions checked;
   kiln_status_t status = ReadLoadOptions(options, &checked, error);

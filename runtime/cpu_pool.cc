@@ -61,8 +61,7 @@ kiln_status_t CpuPool::Create(uint32_t threads, CpuPool** out,
            << "out of memory creating a thread pool";
   }
   CpuPool* pool = new (place) CpuPool;
-  pool->helpers_ =
-      static_cast<pthread_t*>(calloc(threads, sizeof(pthread_t)));
+  pool->helpers_ = static_cast<pthread_t*>(calloc(threads, sizeof(pthread_t)));
   if (pool->helpers_ == nullptr) {
     Destroy(pool);
     return Failure(error, KILN_STATUS_OUT_OF_MEMORY)

@@ -42,6 +42,7 @@ class CpuPool {
   // A launch holds the pool from Lock to Unlock, so that its steps are not
   // mixed with another launch's.
   void Lock() { pthread_mutex_lock(&launch_mutex_); }
+
   void Unlock() { pthread_mutex_unlock(&launch_mutex_); }
 
   // Runs every block of `job` on at most `threads` threads and returns when all

@@ -151,8 +151,8 @@ bool WriteAll(int fd, const void* data, size_t bytes) {
 }
 
 int CreateMemoryFile() {
-  const int fd = memfd_create("kiln-program",
-                              MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_EXEC);
+  const int fd =
+      memfd_create("kiln-program", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_EXEC);
   if (fd >= 0 || errno != EINVAL) return fd;
   return memfd_create("kiln-program", MFD_CLOEXEC | MFD_ALLOW_SEALING);
 }

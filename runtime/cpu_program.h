@@ -12,8 +12,8 @@
 namespace kiln::runtime {
 
 // Runs one block of a step. `args` is the packed argument structure.
-using CpuKernel = void (*)(const void* args, uint32_t block_x,
-                           uint32_t block_y, uint32_t block_z);
+using CpuKernel = void (*)(const void* args, uint32_t block_x, uint32_t block_y,
+                           uint32_t block_z);
 
 // Loads `bytes` bytes of ELF. Refuses, before the dynamic loader sees them,
 // objects that would run code on load or bring in other files: initialisers

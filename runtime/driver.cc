@@ -31,10 +31,9 @@ kiln_status_t Load(kiln_error_t* error) {
   }
   kiln_driver_t driver;
   const char* missing = nullptr;
-#define KILN_DRIVER_SYMBOL(member, symbol, parameters)              \
-  if (missing == nullptr &&                                         \
-      !Resolve(library, #symbol, &driver.member)) {                 \
-    missing = #symbol;                                              \
+#define KILN_DRIVER_SYMBOL(member, symbol, parameters)                    \
+  if (missing == nullptr && !Resolve(library, #symbol, &driver.member)) { \
+    missing = #symbol;                                                    \
   }
 #include "runtime/driver_symbols.inc"
 #undef KILN_DRIVER_SYMBOL

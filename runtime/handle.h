@@ -34,13 +34,16 @@ inline uint64_t EntryHandle(uint64_t modules, uint32_t plan) {
   return (modules & ~uint64_t{0xffffff}) | (uint64_t{plan} << 4) |
          static_cast<uint64_t>(HandleKind::kEntry);
 }
+
 inline uint64_t ModulesOfEntry(uint64_t entry) {
   return (entry & ~uint64_t{0xffffff}) |
          static_cast<uint64_t>(HandleKind::kModules);
 }
+
 inline uint32_t PlanOfEntry(uint64_t entry) {
   return static_cast<uint32_t>(entry >> 4) & 0xfffff;
 }
+
 inline bool IsEntry(uint64_t handle) {
   return (handle & 15) == static_cast<uint64_t>(HandleKind::kEntry);
 }

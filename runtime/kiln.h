@@ -296,8 +296,8 @@ typedef struct kiln_step_info_t {
   uint32_t program; /* index for kiln_bundle_program */
   uint32_t kernel;  /* index for kiln_bundle_kernel */
   uint32_t arg_count;
-  const char* label;        /* "fc1" */
-  const char* kernel_name;  /* symbol in the binary */
+  const char* label;       /* "fc1" */
+  const char* kernel_name; /* symbol in the binary */
   kiln_launch_dim_t grid[3];
   uint32_t block[3];
   uint32_t dynamic_shared_bytes;
@@ -337,7 +337,7 @@ typedef struct kiln_program_info_t {
   uint8_t build_digest[32];
   uint8_t binary_digest[32];    /* SHA-256 of the binary */
   uint8_t toolchain_digest[32]; /* SHA-256 of the compiler library */
-  uint64_t file_offset;      /* a multiple of 64 */
+  uint64_t file_offset;         /* a multiple of 64 */
   uint64_t bytes;
   const void* data;      /* the binary, owned by the bundle */
   const char* toolchain; /* "nvrtc 13.0.88" */
@@ -377,10 +377,7 @@ KILN_API kiln_status_t kiln_bundle_kernel_param(
 
 /* Flags of kiln_load_options_t: consent to plans nobody has run, and to plans
  * of templates without a recorded qualification. */
-enum {
-  KILN_LOAD_ALLOW_PREDICTED = 1,
-  KILN_LOAD_ALLOW_UNQUALIFIED = 2
-};
+enum { KILN_LOAD_ALLOW_PREDICTED = 1, KILN_LOAD_ALLOW_UNQUALIFIED = 2 };
 
 typedef struct kiln_load_options_t {
   uint32_t struct_size;
@@ -407,7 +404,7 @@ typedef struct kiln_load_options_t {
 
 /* Loads every program of one section and checks everything that can be checked
  * before serving: target, driver version, device limits, every kernel present
- * with exactly the declared parameter layout. All or nothing.
+ * with its parameters where the bundle declares them. All or nothing.
  *
  * CPU: a section of level L loads on hosts of level L or higher (psABI levels
  * are cumulative); its binaries are loaded from sealed anonymous memory, and a
@@ -467,8 +464,7 @@ KILN_API kiln_status_t kiln_entry_params(const kiln_entry_t* entry,
                                          kiln_error_t* error);
 
 KILN_API kiln_status_t kiln_entry_param(const kiln_entry_t* entry,
-                                        uint32_t index,
-                                        kiln_param_info_t* info,
+                                        uint32_t index, kiln_param_info_t* info,
                                         kiln_error_t* error);
 
 /* The plan behind the entry. */

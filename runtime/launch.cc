@@ -40,8 +40,8 @@ void AppendDeclared(const Modules& modules, const kiln_format_entry_t& entry,
 kiln_status_t AboveCapacity(const Modules& modules,
                             const kiln_format_entry_t& entry, uint64_t m,
                             kiln_error_t* error) {
-  Failure failure = EntryFailure(modules, entry,
-                                 KILN_STATUS_TOKENS_OUT_OF_RANGE, error);
+  Failure failure =
+      EntryFailure(modules, entry, KILN_STATUS_TOKENS_OUT_OF_RANGE, error);
   failure << "m " << m << " is above its capacity " << entry.capacity;
   AppendDeclared(modules, entry, &failure);
   return failure << "; fix: add a capacity of at least " << m
@@ -123,9 +123,8 @@ kiln_status_t CheckArena(const Modules& modules, const LoadedPlan& plan,
     return EntryFailure(modules, *plan.entry, KILN_STATUS_ARENA_MISSING, error)
            << "arena is null, the plan needs " << needed << " bytes";
   }
-  const uint64_t past =
-      reinterpret_cast<uintptr_t>(arguments.arena) %
-      KILN_FORMAT_ARENA_ALIGNMENT;
+  const uint64_t past = reinterpret_cast<uintptr_t>(arguments.arena) %
+                        KILN_FORMAT_ARENA_ALIGNMENT;
   if (past != 0) {
     return EntryFailure(modules, *plan.entry, KILN_STATUS_ARENA_MISALIGNED,
                         error)
@@ -134,8 +133,8 @@ kiln_status_t CheckArena(const Modules& modules, const LoadedPlan& plan,
   }
   if (arguments.arena_bytes < needed) {
     return EntryFailure(modules, *plan.entry, KILN_STATUS_ARENA_SHORT, error)
-           << "arena has " << arguments.arena_bytes
-           << " bytes, the plan needs " << needed;
+           << "arena has " << arguments.arena_bytes << " bytes, the plan needs "
+           << needed;
   }
   return KILN_STATUS_OK;
 }
@@ -213,8 +212,9 @@ kiln_status_t LaunchCuda(const Modules& modules, const LoadedPlan& plan,
         nullptr, step.block_bytes == 0 ? nullptr : extra);
     if (result != kCudaSuccess) {
       const char* name = nullptr;
-      const bool named = driver->get_error_name(result, &name) ==
-                             kCudaSuccess && name != nullptr;
+      const bool named =
+          driver->get_error_name(result, &name) == kCudaSuccess &&
+          name != nullptr;
       const BundleView& view = modules.bundle->view;
       return EntryFailure(modules, *plan.entry, KILN_STATUS_DRIVER, error,
                           result)
@@ -266,8 +266,8 @@ kiln_status_t FindPlan(const Modules& modules, const char* name, uint64_t m,
       count = half;
     }
   }
-  const uint32_t first_plan = static_cast<uint32_t>(
-      modules.plans[0].record - modules.bundle->view.plans);
+  const uint32_t first_plan = static_cast<uint32_t>(modules.plans[0].record -
+                                                    modules.bundle->view.plans);
   *plan = entry->plans.first - first_plan + low;
   return KILN_STATUS_OK;
 }

@@ -21,8 +21,8 @@ kiln_status_t LoadPrograms(Modules* modules, CpuKernel* kernels,
       const uint32_t index = program.kernels.first + k;
       const kiln_format_kernel_t& kernel = view.kernels[index];
       status = FindCpuKernel(modules->libraries[i], view.Text(kernel.name),
-                             kernel.param_bytes,
-                             &kernels[index - first_kernel], error);
+                             kernel.param_bytes, &kernels[index - first_kernel],
+                             error);
       if (status != KILN_STATUS_OK) return status;
     }
   }
@@ -59,8 +59,8 @@ kiln_status_t LoadCpu(const LoadOptions& options, Modules* modules,
         step.kernel = kernels[step.record->kernel - first_kernel];
       }
     }
-    const uint32_t threads = options.cpu_threads != 0 ? options.cpu_threads
-                                                      : AvailableProcessors();
+    const uint32_t threads =
+        options.cpu_threads != 0 ? options.cpu_threads : AvailableProcessors();
     status = CpuPool::Create(threads < KILN_FORMAT_CPU_THREADS_MAX
                                  ? threads
                                  : KILN_FORMAT_CPU_THREADS_MAX,

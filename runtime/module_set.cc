@@ -235,7 +235,7 @@ kiln_status_t Fill(const LoadOptions& options, Modules* modules,
   const kiln_status_t status = ChooseBackend(view, options, &cuda, error);
   if (status != KILN_STATUS_OK) return status;
   return cuda ? FillCuda(options, modules, error)
-                     : FillCpu(options, modules, error);
+              : FillCpu(options, modules, error);
 }
 
 // Releases programs and the pool, if any, then memory.
@@ -287,8 +287,8 @@ kiln_status_t ContextScope::Enter(CUctx_st* context, kiln_error_t* error) {
   CUctx_st* current = nullptr;
   int result = driver_->ctx_get_current(&current);
   if (result != kCudaSuccess) {
-    return DriverFailure(driver_, KILN_STATUS_DRIVER, result,
-                         "cuCtxGetCurrent", nullptr, error);
+    return DriverFailure(driver_, KILN_STATUS_DRIVER, result, "cuCtxGetCurrent",
+                         nullptr, error);
   }
   if (current == context) return KILN_STATUS_OK;
   result = driver_->ctx_push_current(context);

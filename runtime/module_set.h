@@ -68,6 +68,7 @@ struct Modules {
   uint64_t bucket_mask;
 
   bool cuda() const { return section->backend == KILN_FORMAT_BACKEND_CUDA; }
+
   const char* target() const { return bundle->view.Text(section->target); }
 };
 
@@ -93,8 +94,10 @@ uint64_t HashName(const char* name, size_t bytes);
 class ContextScope {
  public:
   explicit ContextScope(const kiln_driver_t* driver) : driver_(driver) {}
+
   ContextScope(const ContextScope&) = delete;
   ContextScope& operator=(const ContextScope&) = delete;
+
   ~ContextScope() { (void)Leave(nullptr); }
 
   kiln_status_t Enter(CUctx_st* context, kiln_error_t* error);

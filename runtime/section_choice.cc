@@ -133,9 +133,8 @@ kiln_status_t ChooseCpuSection(const BundleView& view,
     const kiln_format_section_t* named = FindSection(view, options.target);
     if (named->level > level) {
       return Failure(error, KILN_STATUS_TARGET_MISMATCH)
-             << "section " << options.target
-             << " needs x86-64 level " << named->level << ", this host has "
-             << level;
+             << "section " << options.target << " needs x86-64 level "
+             << named->level << ", this host has " << level;
     }
     *section = named;
     return KILN_STATUS_OK;

@@ -24,9 +24,7 @@ constexpr uint32_t kRound[64] = {
     0x5b9cca4f, 0x682e6ff3, 0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208,
     0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-inline uint32_t Rotate(uint32_t x, int n) {
-  return (x >> n) | (x << (32 - n));
-}
+inline uint32_t Rotate(uint32_t x, int n) { return (x >> n) | (x << (32 - n)); }
 
 inline uint32_t LoadBigEndian(const uint8_t* p) {
   return (uint32_t{p[0]} << 24) | (uint32_t{p[1]} << 16) |
@@ -80,10 +78,8 @@ __attribute__((target("sha,sse4.1,ssse3"))) void CompressExtensions(
   const __m128i swap =
       _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
   // state = a b c d | e f g h (ascending lanes).
-  __m128i dcba =
-      _mm_loadu_si128(reinterpret_cast<const __m128i*>(state));
-  __m128i hgfe =
-      _mm_loadu_si128(reinterpret_cast<const __m128i*>(state + 4));
+  __m128i dcba = _mm_loadu_si128(reinterpret_cast<const __m128i*>(state));
+  __m128i hgfe = _mm_loadu_si128(reinterpret_cast<const __m128i*>(state + 4));
   const __m128i cdab = _mm_shuffle_epi32(dcba, 0xB1);
   const __m128i efgh = _mm_shuffle_epi32(hgfe, 0x1B);
   __m128i abef = _mm_alignr_epi8(cdab, efgh, 8);
@@ -157,9 +153,9 @@ extern "C" {
 
 void kiln_sha256_init(kiln_sha256_t* hash) {
   // FIPS 180-4 §5.3.3.
-  static const uint32_t kInitial[8] = {
-      0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-      0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  static const uint32_t kInitial[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372,
+                                       0xa54ff53a, 0x510e527f, 0x9b05688c,
+                                       0x1f83d9ab, 0x5be0cd19};
   memcpy(hash->state, kInitial, sizeof(kInitial));
   hash->bytes = 0;
 }

@@ -42,8 +42,8 @@ class Failure {
   Failure& operator<<(Quoted quoted);
   Failure& operator<<(Hex hex);
   template <typename T>
-    requires std::is_integral_v<T>
-  Failure& operator<<(T value) {
+
+  requires std::is_integral_v<T> Failure& operator<<(T value) {
     if constexpr (std::is_signed_v<T>) {
       if (value < 0) {
         *this << "-";

@@ -34,8 +34,7 @@ KILN_FN void CopyUp(u8* to, const u8* from, u64 count) {
 }  // namespace kd
 
 KILN_HIDDEN_C void* memcpy(void* to, const void* from, __SIZE_TYPE__ count) {
-  kd::CopyUp(static_cast<kd::u8*>(to), static_cast<const kd::u8*>(from),
-             count);
+  kd::CopyUp(static_cast<kd::u8*>(to), static_cast<const kd::u8*>(from), count);
   return to;
 }
 
@@ -55,8 +54,7 @@ KILN_HIDDEN_C void* memmove(void* to, const void* from, __SIZE_TYPE__ count) {
 
 KILN_HIDDEN_C void* memset(void* to, int value, __SIZE_TYPE__ count) {
   kd::u8* out = static_cast<kd::u8*>(to);
-  const kd::u64 word =
-      static_cast<kd::u8>(value) * 0x0101010101010101ull;
+  const kd::u64 word = static_cast<kd::u8>(value) * 0x0101010101010101ull;
   for (; count >= 8; count -= 8, out += 8) {
     *reinterpret_cast<kd::AliasedU64*>(out) = word;
     KILN_KEEP_LOOP();

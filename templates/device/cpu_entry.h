@@ -25,18 +25,18 @@
 // Exports `function` (const Args&, u32 bx, u32 by, u32 bz) under `name`. The
 // last member of Args must be 8 bytes wide, so that the struct has no padding
 // that a packed argument block lacks.
-#define KILN_CPU_ENTRY(name, Args, function)                                 \
-  extern "C" {                                                               \
-  extern __attribute__((visibility("default")))                              \
-  const kd::u32 KILN_CPU_JOIN(KILN_CPU_SYMBOL(name), _args_bytes);           \
-  const kd::u32 KILN_CPU_JOIN(KILN_CPU_SYMBOL(name), _args_bytes) =          \
-      sizeof(Args);                                                          \
-  __attribute__((visibility("default"))) void KILN_CPU_SYMBOL(name)(         \
-      const void* args, kd::u32 bx, kd::u32 by, kd::u32 bz);                 \
-  void KILN_CPU_SYMBOL(name)(const void* args, kd::u32 bx, kd::u32 by,       \
-                             kd::u32 bz) {                                   \
-    function(*static_cast<const Args*>(args), bx, by, bz);                   \
-  }                                                                          \
+#define KILN_CPU_ENTRY(name, Args, function)                           \
+  extern "C" {                                                         \
+  extern __attribute__((visibility("default")))                        \
+  const kd::u32 KILN_CPU_JOIN(KILN_CPU_SYMBOL(name), _args_bytes);     \
+  const kd::u32 KILN_CPU_JOIN(KILN_CPU_SYMBOL(name),                   \
+                              _args_bytes) = sizeof(Args);             \
+  __attribute__((visibility("default"))) void KILN_CPU_SYMBOL(name)(   \
+      const void* args, kd::u32 bx, kd::u32 by, kd::u32 bz);           \
+  void KILN_CPU_SYMBOL(name)(const void* args, kd::u32 bx, kd::u32 by, \
+                             kd::u32 bz) {                             \
+    function(*static_cast<const Args*>(args), bx, by, bz);             \
+  }                                                                    \
   }
 
 #endif  // KILN_DEVICE_CPU_ENTRY_H_

@@ -10,8 +10,8 @@
 #ifndef KILN_DEVICE_CPU_VECTOR_H_
 #define KILN_DEVICE_CPU_VECTOR_H_
 
-#include "device/half.h"
 #include "device/hadamard.h"
+#include "device/half.h"
 #include "device/platform.h"
 #include "device/trellis.h"
 
@@ -116,8 +116,8 @@ KILN_FN F32V<L> LoadHalves(const u16* from) {
 template <int L>
 KILN_FN U16V<L> ToHalves(F32V<L> v) {
 #if KILN_NATIVE_F16 && defined(__clang__)
-  return __builtin_bit_cast(
-      U16V<L>, __builtin_convertvector(v, typename Lanes<L>::F16));
+  return __builtin_bit_cast(U16V<L>,
+                            __builtin_convertvector(v, typename Lanes<L>::F16));
 #else
   U16V<L> h;
   for (int i = 0; i < L; ++i) h[i] = f32_to_f16(v[i]);
@@ -139,8 +139,7 @@ KILN_FN F32V<L> RoundHalves(F32V<L> v) {
 template <int L>
 KILN_FN F32V<L> LoadBfloats(const u16* from) {
   return __builtin_bit_cast(
-      F32V<L>,
-      __builtin_convertvector(Load<U16V<L>>(from), U32V<L>) << 16);
+      F32V<L>, __builtin_convertvector(Load<U16V<L>>(from), U32V<L>) << 16);
 }
 
 // ---- Hadamard --------------------------------------------------------------
@@ -271,8 +270,8 @@ KILN_FN F32V<L> DecodeLanes(U32V<L> s) {
     sum = (sum & 0xFFFFu) + (sum >> 16);
     // 1024 + sum, through the fraction of a binary32 in [1024, 2048).
     const F biased = __builtin_bit_cast(F, (sum << 13) + 0x44800000u);
-    constexpr float kScale = 0x1.BB8p-8f;     // binary16 bits 0x1EEE
-    constexpr float kOffset = -0x1.4C4p+3f;   // binary16 bits 0xC931
+    constexpr float kScale = 0x1.BB8p-8f;    // binary16 bits 0x1EEE
+    constexpr float kOffset = -0x1.4C4p+3f;  // binary16 bits 0xC931
     // The product has 22 bits and the sum fits 24: exact before rounding.
     return RoundHalves<L>(
         FmaLanes<F>(biased, Splat<L>(kScale), Splat<L>(kOffset)));

@@ -119,9 +119,9 @@ KILN_FN u16 hfma(u16 a, u16 b, u16 c) {
   // The product is exact in binary64, and the sum loses only bits that cannot
   // decide a binary16 rounding. Going to binary32 with "round to odd" keeps
   // the last step a single rounding.
-  const double sum = static_cast<double>(f16_to_f32(a)) *
-                         static_cast<double>(f16_to_f32(b)) +
-                     static_cast<double>(f16_to_f32(c));
+  const double sum =
+      static_cast<double>(f16_to_f32(a)) * static_cast<double>(f16_to_f32(b)) +
+      static_cast<double>(f16_to_f32(c));
   u64 bits = __builtin_bit_cast(u64, sum);
   constexpr u64 kDropped = (1ull << 29) - 1;
   const u64 sticky = (bits & kDropped) != 0 ? 1ull << 29 : 0;

@@ -164,8 +164,7 @@ KILN_FN u16 DecodeState(u32 s) {
                 kMul1Offset);
   } else {
     const u32 pair = (x & kPairMask) ^ kPairFlip;
-    return hadd(static_cast<u16>(pair & 0xFFFFu),
-                static_cast<u16>(pair >> 16));
+    return hadd(static_cast<u16>(pair & 0xFFFFu), static_cast<u16>(pair >> 16));
   }
 }
 
@@ -186,8 +185,7 @@ KILN_FN u32 DecodeStatePair(u32 s0, u32 s1) {
     u32 low, high;
     asm("prmt.b32 %0, %1, %2, 0x5410;" : "=r"(low) : "r"(x0), "r"(x1));
     asm("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(high) : "r"(x0), "r"(x1));
-    return hadd2((low & kPairMask) ^ kPairFlip,
-                 (high & kPairMask) ^ kPairFlip);
+    return hadd2((low & kPairMask) ^ kPairFlip, (high & kPairMask) ^ kPairFlip);
   }
 #else
   return DecodeState<CB>(s0) | (static_cast<u32>(DecodeState<CB>(s1)) << 16);

@@ -152,8 +152,7 @@ KILN_FN i32 ExpertOf(const void* ids, u64 route) {
 #else
   const i64 id = static_cast<const i32*>(ids)[route];
 #endif
-  return id >= 0 && id < static_cast<i64>(kExperts) ? static_cast<i32>(id)
-                                                    : -1;
+  return id >= 0 && id < static_cast<i64>(kExperts) ? static_cast<i32>(id) : -1;
 }
 
 void Route(const RouteArgs& args, u32, u32, u32) {
@@ -239,8 +238,8 @@ KILN_FN void StoreTransposed(const u16 (*rows)[kBlock], u16* out) {
 KILN_FN void RotateRow(const float* x, const u16* suh, u16* out) {
   float v[kBlock];
   for (u32 c = 0; c < kBlock; c += kLanes) {
-    kd::Store(v + c, kd::RoundHalves<kLanes>(
-                         kd::Load<F>(x + c) * kd::LoadHalves<kLanes>(suh + c)));
+    kd::Store(v + c, kd::RoundHalves<kLanes>(kd::Load<F>(x + c) *
+                                             kd::LoadHalves<kLanes>(suh + c)));
   }
   kd::VectorHadamard128<kLanes>(v);
   StoreHalves(v, out);
@@ -291,8 +290,8 @@ struct Product {
   // Fetches what `words` will be kPrefetchRows tile rows later. Past the end
   // of the matrix the hint is wasted and harmless.
   KILN_FN static void PrefetchGroup(const u32* words, u64 row_words) {
-    const u64 ahead = reinterpret_cast<u64>(words) +
-                      kPrefetchRows * row_words * sizeof(u32);
+    const u64 ahead =
+        reinterpret_cast<u64>(words) + kPrefetchRows * row_words * sizeof(u32);
     KILN_UNROLLED
     for (u32 byte = 0; byte < kGroupWords * sizeof(u32); byte += 64) {
       __builtin_prefetch(reinterpret_cast<const void*>(ahead + byte));
@@ -362,10 +361,10 @@ struct Product {
   template <int Row>
   KILN_FN static void DecodeRows(const Bits& bits, F (*out)[2]) {
     if constexpr (Row < 16) {
-      out[Row][0] = kd::DecodeLanes<kCodebook, kLanes>(
-          bits.template States<Row, 0>());
-      out[Row][1] = kd::DecodeLanes<kCodebook, kLanes>(
-          bits.template States<Row, 1>());
+      out[Row][0] =
+          kd::DecodeLanes<kCodebook, kLanes>(bits.template States<Row, 0>());
+      out[Row][1] =
+          kd::DecodeLanes<kCodebook, kLanes>(bits.template States<Row, 1>());
       DecodeRows<Row + 1>(bits, out);
     }
   }
@@ -438,8 +437,8 @@ KILN_FN void MultiplyStrip(const u16* w, i32 expert, u32 k_size, u32 n_size,
                            u32 strip_index, const u16* a, u16* out) {
   const u32 column = strip_index * kStrip;
   const u32 columns = n_size - column < kStrip ? n_size - column : kStrip;
-  const u64 expert_words = static_cast<u64>(k_size / 16) * (n_size / 16) *
-                           kd::kTileWords<K>;
+  const u64 expert_words =
+      static_cast<u64>(k_size / 16) * (n_size / 16) * kd::kTileWords<K>;
   Strip strip;
   for (u32 g = 0; g < columns / kGroup; ++g) {
     for (u32 row = 0; row < kRows; ++row) {
@@ -529,8 +528,7 @@ KILN_FN void LoadRotated(const u16* from, const u16* scale, float* v) {
 void Activate(const ActivateArgs& args, u32 tile, u32 chunk, u32) {
   const i32 expert = args.tile_expert[tile];
   if (expert < 0) return;
-  const u16* gate_svh =
-      args.rotations + static_cast<u64>(expert) * 3 * kInter;
+  const u16* gate_svh = args.rotations + static_cast<u64>(expert) * 3 * kInter;
   const u16* up_svh = gate_svh + kInter;
   const u16* down_suh = up_svh + kInter;
   const u32 end = (chunk + 1) * kChunk < kInter ? (chunk + 1) * kChunk : kInter;
@@ -554,8 +552,9 @@ void Activate(const ActivateArgs& args, u32 tile, u32 chunk, u32) {
       kd::VectorHadamard128<kLanes>(gate);
       StoreHalves(gate, result[row]);
     }
-    StoreTransposed(result, args.down_in + (static_cast<u64>(tile) * kInter +
-                                            base) * kRows);
+    StoreTransposed(
+        result,
+        args.down_in + (static_cast<u64>(tile) * kInter + base) * kRows);
   }
 }
 

@@ -61,8 +61,8 @@ const std::array<uint8_t, 256>& ElementOfPosition() {
   static const std::array<uint8_t, 256> map = [] {
     std::array<uint8_t, 256> m{};
     for (uint32_t p = 0; p < 256; ++p) {
-      m[p] = static_cast<uint8_t>(kd::PositionRow(p) * 16 +
-                                  kd::PositionColumn(p));
+      m[p] =
+          static_cast<uint8_t>(kd::PositionRow(p) * 16 + kd::PositionColumn(p));
     }
     return m;
   }();
@@ -143,8 +143,7 @@ void AccumulatePortable(const double x[16], const double w[16][kBlock],
   AccumulateBody(x, w, acc);
 }
 
-using AccumulateFn = void (*)(const double*, const double (*)[kBlock],
-                              double*);
+using AccumulateFn = void (*)(const double*, const double (*)[kBlock], double*);
 
 #if defined(__x86_64__)
 __attribute__((target("avx2,fma"))) void AccumulateAvx2(
@@ -330,9 +329,8 @@ class Evaluation {
           item % i_blocks);
     });
     ParallelFor(groups, threads, [&](int64_t g) { Activate(g); });
-    ParallelFor(groups * h_blocks, threads, [&](int64_t item) {
-      Fc2(item / h_blocks, item % h_blocks);
-    });
+    ParallelFor(groups * h_blocks, threads,
+                [&](int64_t item) { Fc2(item / h_blocks, item % h_blocks); });
     ParallelFor(static_cast<int64_t>(rows_.size()), threads,
                 [&](int64_t row) { Combine(row, out + row * p_.hidden); });
   }
@@ -348,6 +346,7 @@ class Evaluation {
 
   // Rounds to binary16 in staged mode only.
   double Round16(double v) const { return staged_ ? ToF16(v) : v; }
+
   // Rounds to binary32 in staged mode only.
   double Round32(double v) const {
     return staged_ ? static_cast<double>(static_cast<float>(v)) : v;
@@ -419,12 +418,12 @@ class Evaluation {
   void Fc2(int64_t group_index, int64_t block) {
     const Group& g = group(group_index);
     const int64_t h = p_.hidden;
-    const Matrix w = {.trellis = p_.w_down + g.expert *
-                                                (h * p_.intermediate / 16) *
-                                                p_.bits.down,
-                      .k = p_.intermediate,
-                      .n = h,
-                      .bits = p_.bits.down};
+    const Matrix w = {
+        .trellis =
+            p_.w_down + g.expert * (h * p_.intermediate / 16) * p_.bits.down,
+        .k = p_.intermediate,
+        .n = h,
+        .bits = p_.bits.down};
     double* y = route_out_.data() + g.first * h;
     MultiplyBlock(w, block, p_.codebook,
                   product_[0].data() + g.first * p_.intermediate, g.count, y);
@@ -433,8 +432,8 @@ class Evaluation {
       for (int64_t c = 0; c < kBlock; ++c) v[c] = Round16(v[c]);
       HadamardBlock(v, mode_);
       for (int64_t c = 0; c < kBlock; ++c) {
-        v[c] = Round32(
-            v[c] * F16(p_.down_svh, ScaleRow(g) * h + block * kBlock + c));
+        v[c] = Round32(v[c] *
+                       F16(p_.down_svh, ScaleRow(g) * h + block * kBlock + c));
       }
     }
   }

@@ -25,19 +25,19 @@ struct FusedMoeProblem {
   int64_t experts = 0;       // E, at least 1
   int64_t top_k = 0;         // at least 1
   Codebook codebook = Codebook::kMcg;
-  Bits bits;                       // each 1..8
-  bool shared_scales = false;      // gate_suh, up_suh, down_svh are [1][H]
-  DType x_dtype = DType::kBf16;    // kBf16 or kF16
-  DType id_dtype = DType::kI32;    // kI32 or kI64
+  Bits bits;                     // each 1..8
+  bool shared_scales = false;    // gate_suh, up_suh, down_svh are [1][H]
+  DType x_dtype = DType::kBf16;  // kBf16 or kF16
+  DType id_dtype = DType::kI32;  // kI32 or kI64
 
-  const void* x = nullptr;             // [m][H]
-  const void* topk_ids = nullptr;      // [m][top_k]
+  const void* x = nullptr;              // [m][H]
+  const void* topk_ids = nullptr;       // [m][top_k]
   const float* topk_weights = nullptr;  // [m][top_k]
-  const uint16_t* w_gate = nullptr;    // [E][H/16][I/16][16 * bits.gate]
-  const uint16_t* w_up = nullptr;      // [E][H/16][I/16][16 * bits.up]
-  const uint16_t* w_down = nullptr;    // [E][I/16][H/16][16 * bits.down]
-  const uint16_t* gate_suh = nullptr;  // [E or 1][H] binary16
-  const uint16_t* up_suh = nullptr;    // [E or 1][H] binary16
+  const uint16_t* w_gate = nullptr;     // [E][H/16][I/16][16 * bits.gate]
+  const uint16_t* w_up = nullptr;       // [E][H/16][I/16][16 * bits.up]
+  const uint16_t* w_down = nullptr;     // [E][I/16][H/16][16 * bits.down]
+  const uint16_t* gate_suh = nullptr;   // [E or 1][H] binary16
+  const uint16_t* up_suh = nullptr;     // [E or 1][H] binary16
   // [E][3I] binary16: gate_svh, up_svh, down_suh of each expert.
   const uint16_t* rotations = nullptr;
   const uint16_t* down_svh = nullptr;  // [E or 1][H] binary16

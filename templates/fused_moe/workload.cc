@@ -150,7 +150,11 @@ std::vector<int64_t> FusedMoeWorkload::RoutesOf(Routing routing, uint32_t draw,
       geometry_.id_dtype == DType::kI64 ? (int64_t{1} << 32) : -2};
   for (size_t j = 0; j < top_k; ++j) {
     const uint64_t kind = random.Below(5);
-    const int64_t other = outside[random.Below(std::size(outside))];
+    // Inactive tokens go through the list from its end, so that the id which
+    // looks active in 32 bits is in every draw that has such a token.
+    const size_t at = dead ? std::size(outside) - 1 - j % std::size(outside)
+                           : random.Below(std::size(outside));
+    const int64_t other = outside[at];
     if (dead || kind == 0) {
       ids[j] = other;
     } else if (kind == 1) {

@@ -179,8 +179,8 @@ class BundleRefusalTest : public ::testing::TestWithParam<Refusal> {};
 TEST_P(BundleRefusalTest, NamesWhatIsWrong) {
   BundleSection section = TinyCudaSection();
   GetParam().apply(&section);
-  EXPECT_THAT(WriteBundle({section}), StatusIs(GetParam().code,
-                                               HasSubstr(GetParam().message)));
+  EXPECT_THAT(WriteBundle({section}),
+              StatusIs(GetParam().code, HasSubstr(GetParam().message)));
 }
 
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
@@ -208,7 +208,10 @@ const Refusal kRefusals[] = {
        s->entries[0].plans.erase(s->entries[0].plans.begin());
      },
      kInvalid, "interval 2..4 leaves a gap, expected it to begin at 1"},
-    {"EmptyInterval", [](BundleSection* s) { PlanOf(s, 1).interval = {4, 2}; },
+    {"EmptyInterval",
+     [](BundleSection* s) {
+       PlanOf(s, 1).interval = {4, 2};
+     },
      absl::StatusCode::kInternal, "interval 4..2 is empty"},
     {"PlanOfAnotherTarget",
      [](BundleSection* s) { PlanOf(s, 1).target.level = 80; }, kInvalid,
@@ -291,9 +294,10 @@ const Refusal kRefusals[] = {
      kInvalid, "kernel zzz: parameters are empty or overlap"},
 };
 
-INSTANTIATE_TEST_SUITE_P(
-    All, BundleRefusalTest, ::testing::ValuesIn(kRefusals),
-    [](const auto& test) { return std::string(test.param.name); });
+INSTANTIATE_TEST_SUITE_P(All, BundleRefusalTest, ::testing::ValuesIn(kRefusals),
+                         [](const auto& test) {
+                           return std::string(test.param.name);
+                         });
 
 TEST(BundleWriterTest, TwoBinariesUnderOneKeyAreBothNamed) {
   BundleSection section = TinyCudaSection();

@@ -223,19 +223,26 @@ TEST(NvrtcWorkerTest, RejectsAnOptionThatDoesNotExist) {
   EXPECT_THAT(result.log, HasSubstr("no-such-option"));
 }
 
-TEST(NvrtcWorkerTest, FindsNoHeaderOutsideTheUnit) {
+TEST(NvrtcWorkerTest, ReadsNoHeaderOutsideTheUnit) {
   KILN_SETUP_OR_SKIP(setup, NvrtcForTest());
-  // Beside the working folder of this process and by a toolkit name.
+  // In the working folder of this process, by its path, and by a toolkit name.
   const std::string header = "kiln_stray_header.h";
   std::ofstream(header) << "#define STRAY 1\n";
+  char folder[4096];
+  ASSERT_NE(getcwd(folder, sizeof(folder)), nullptr);
   for (const std::string& name :
-       {header, std::string("cuda_fp16.h"), std::string("etc/passwd")}) {
+       {absl::StrCat("\"", header, "\""),
+        absl::StrCat("\"", folder, "/", header, "\""),
+        absl::StrCat("<", folder, "/", header, ">"),
+        std::string("<cuda_fp16.h>"), std::string("\"etc/passwd\""),
+        std::string("ANY_MACRO")}) {
     const CompileResult result = CompileOne(
-        setup, Job(absl::StrCat("#include \"", name,
-                                "\"\nextern \"C\" __global__ void k() {}"),
+        setup, Job(absl::StrCat("#define ANY_MACRO \"lib/add.h\"\n # include ",
+                                name, "\nextern \"C\" __global__ void k() {}"),
                    {"k"}));
     EXPECT_THAT(result.status,
-                StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(name)))
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("test/kernels.cu(2): includes")))
         << name;
   }
   unlink(header.c_str());

@@ -224,7 +224,7 @@ TEST(IdentifyFileTest, FollowsLinksAndNoticesChanges) {
   unlink(link.c_str());
   unlink(file.c_str());
   EXPECT_THAT(IdentifyFile(file), StatusIs(absl::StatusCode::kNotFound));
-  EXPECT_THAT(IdentifyFile("/tmp"),
+  EXPECT_THAT(IdentifyFile(folder),
               StatusIs(absl::StatusCode::kFailedPrecondition));
 }
 

@@ -69,8 +69,8 @@ void WalkSection(const kiln_bundle_t* bundle, uint32_t section) {
     for (uint32_t a = 0; a < entry.attribute_count; ++a) {
       const char* name = nullptr;
       const char* value = nullptr;
-      KILN_READ(kiln_bundle_attribute(bundle, section, e, a, &name, &value,
-                                      nullptr));
+      KILN_READ(
+          kiln_bundle_attribute(bundle, section, e, a, &name, &value, nullptr));
       CheckText(name);
       CheckText(value);
     }

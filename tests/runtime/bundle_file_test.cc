@@ -29,6 +29,7 @@ class BundleFileTest : public ::testing::Test {
     path_ = folder_.File("tiny.kiln");
     EXPECT_OK(WriteFileAtomically(path_, bytes_));
   }
+
   ~BundleFileTest() override { kiln_bundle_close(bundle_, nullptr); }
 
   kiln_status_t Open(const std::string& path) {
@@ -59,11 +60,9 @@ TEST_F(BundleFileTest, ChangesAfterOpeningDoNotMatter) {
   close(fd);
   kiln_program_info_t info = {};
   info.struct_size = sizeof(info);
-  ASSERT_EQ(kiln_bundle_program(bundle_, 0, 0, &info, nullptr),
-            KILN_STATUS_OK);
-  EXPECT_EQ(std::memcmp(info.data, bytes_.data() + info.file_offset,
-                        info.bytes),
-            0);
+  ASSERT_EQ(kiln_bundle_program(bundle_, 0, 0, &info, nullptr), KILN_STATUS_OK);
+  EXPECT_EQ(
+      std::memcmp(info.data, bytes_.data() + info.file_offset, info.bytes), 0);
 }
 
 TEST_F(BundleFileTest, FollowsSymbolicLinks) {

@@ -98,8 +98,8 @@ TEST(BundleReaderTest, RefusesEveryChangedByte) {
 TEST(BundleReaderTest, ChangedBytesUnderARightRootNeverBreakTheReader) {
   const std::string bytes = TwoSections();
   size_t accepted = 0;
-  for (size_t i = offsetof(kiln_format_header_t, runtime_abi);
-       i < bytes.size(); ++i) {
+  for (size_t i = offsetof(kiln_format_header_t, runtime_abi); i < bytes.size();
+       ++i) {
     for (const int change : {0x01, 0x20, 0xff}) {
       std::string changed = bytes;
       changed[i] = static_cast<char>(changed[i] ^ change);
@@ -139,10 +139,10 @@ TEST_P(CorruptionTest, IsRefusedUnderARightRoot) {
   EXPECT_THAT(opened.message, HasSubstr(GetParam().message));
 }
 
-#define KILN_SET(type, table, index, statement)                        \
-  [](std::string* bytes) {                                             \
+#define KILN_SET(type, table, index, statement)                           \
+  [](std::string* bytes) {                                                \
     auto* record = Record<type>(bytes, KILN_FORMAT_TABLE_##table, index); \
-    statement;                                                         \
+    statement;                                                            \
   }
 
 constexpr kiln_status_t kMalformed = KILN_STATUS_BUNDLE_MALFORMED;
@@ -171,8 +171,8 @@ const Corruption kCorruptions[] = {
      },
      kMalformed, "arguments table"},
     {"RecordSize",
-     [](std::string* b) { Header(b)->tables[3].record_bytes = 16; },
-     kMalformed, "records have 16 bytes"},
+     [](std::string* b) { Header(b)->tables[3].record_bytes = 16; }, kMalformed,
+     "records have 16 bytes"},
     {"OverlappingTables",
      [](std::string* b) {
        Header(b)->tables[KILN_FORMAT_TABLE_PLANS].offset =
@@ -256,8 +256,8 @@ const Corruption kCorruptions[] = {
      KILN_SET(kiln_format_slice_t, SLICES, 3, record->offset = 0), kMalformed,
      "arena slice"},
     {"NegativeEvidence",
-     KILN_SET(kiln_format_plan_t, PLANS, 2, record->median_ns = -1),
-     kMalformed, "a measure"},
+     KILN_SET(kiln_format_plan_t, PLANS, 2, record->median_ns = -1), kMalformed,
+     "a measure"},
     {"EvidenceIsNoNumber",
      KILN_SET(kiln_format_plan_t, PLANS, 2,
               memset(&record->noise_floor, 0xff, 8)),
@@ -324,13 +324,13 @@ const Corruption kCorruptions[] = {
      kMalformed, "padding"},
 };
 
-INSTANTIATE_TEST_SUITE_P(
-    All, CorruptionTest, ::testing::ValuesIn(kCorruptions),
-    [](const auto& test) { return std::string(test.param.name); });
+INSTANTIATE_TEST_SUITE_P(All, CorruptionTest, ::testing::ValuesIn(kCorruptions),
+                         [](const auto& test) {
+                           return std::string(test.param.name);
+                         });
 
 TEST(EvaluateDimTest, TakesTheSmallerTermIn64Bits) {
-  const kiln_format_term_t terms[2] = {{0xffffffff, 0xffffffff, 1},
-                                       {1, 0, 4}};
+  const kiln_format_term_t terms[2] = {{0xffffffff, 0xffffffff, 1}, {1, 0, 4}};
   EXPECT_EQ(runtime::EvaluateDim(terms, 0), 0u);
   EXPECT_EQ(runtime::EvaluateDim(terms, 1), 1u);
   EXPECT_EQ(runtime::EvaluateDim(terms, 5), 2u);

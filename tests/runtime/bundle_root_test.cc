@@ -43,8 +43,8 @@ std::string Expected(std::string data) {
 TEST(BundleRootTest, IsTheTreeHashOfRfc6962) {
   for (const size_t leaves : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17}) {
     for (const int extra : {-1, 0, 1}) {
-      const size_t bytes = leaves * KILN_FORMAT_LEAF_BYTES +
-                           static_cast<size_t>(extra);
+      const size_t bytes =
+          leaves * KILN_FORMAT_LEAF_BYTES + static_cast<size_t>(extra);
       std::string data(bytes, '\0');
       for (size_t i = 0; i < bytes; ++i) {
         data[i] = static_cast<char>(i * 2654435761u >> 13);
@@ -68,8 +68,7 @@ TEST(BundleRootTest, ALeafIsNeverANode) {
   // Without the domain bytes, a file made of two digests would hash like the
   // file those digests came from.
   std::string two_leaves(2 * KILN_FORMAT_LEAF_BYTES, 'a');
-  const std::string left =
-      Root(two_leaves.substr(0, KILN_FORMAT_LEAF_BYTES));
+  const std::string left = Root(two_leaves.substr(0, KILN_FORMAT_LEAF_BYTES));
   EXPECT_NE(Bytes(Sha256(left + left)), Root(two_leaves));
 }
 

@@ -16,6 +16,7 @@ namespace {
 struct Work {
   std::vector<std::atomic<uint32_t>> runs;
   std::atomic<int> threads{0};
+
   explicit Work(size_t n) : runs(n) {}
 };
 

@@ -28,6 +28,7 @@ class InspectTest : public ::testing::Test {
   InspectTest() {
     bundle_ = OpenTiny({TinyCudaSection(), TinyCpuSection("not really ELF")});
   }
+
   ~InspectTest() override { kiln_bundle_close(bundle_, nullptr); }
 
   kiln_bundle_t* bundle_;

@@ -26,6 +26,7 @@ class KilnHandlesTest : public ::testing::Test {
     options_.struct_size = sizeof(options_);
     options_.driver = FakeDriver::Get().table();
   }
+
   ~KilnHandlesTest() override { kiln_bundle_close(bundle_, nullptr); }
 
   kiln_modules_t* Load() {
@@ -68,9 +69,9 @@ TEST_F(KilnHandlesTest, UseAfterUnloadIsRefused) {
   uint64_t bytes = 0;
   EXPECT_EQ(kiln_entry_arena_size(entry, &bytes, nullptr, &error_),
             KILN_STATUS_CLOSED_HANDLE);
-  EXPECT_EQ(kiln_launch(modules, entry, 1, nullptr, 0, nullptr, 0, nullptr,
-                        &error_),
-            KILN_STATUS_CLOSED_HANDLE);
+  EXPECT_EQ(
+      kiln_launch(modules, entry, 1, nullptr, 0, nullptr, 0, nullptr, &error_),
+      KILN_STATUS_CLOSED_HANDLE);
   EXPECT_EQ(kiln_modules_unload(modules, &error_), KILN_STATUS_CLOSED_HANDLE);
 }
 
@@ -90,16 +91,16 @@ TEST_F(KilnHandlesTest, HandlesAreNeverReused) {
 
 TEST_F(KilnHandlesTest, AHandleOfAnotherKindIsRefused) {
   kiln_modules_t* modules = Load();
-  EXPECT_EQ(kiln_bundle_close(reinterpret_cast<kiln_bundle_t*>(modules),
-                              &error_),
-            KILN_STATUS_CLOSED_HANDLE);
-  EXPECT_EQ(kiln_modules_unload(reinterpret_cast<kiln_modules_t*>(bundle_),
-                                &error_),
-            KILN_STATUS_CLOSED_HANDLE);
+  EXPECT_EQ(
+      kiln_bundle_close(reinterpret_cast<kiln_bundle_t*>(modules), &error_),
+      KILN_STATUS_CLOSED_HANDLE);
+  EXPECT_EQ(
+      kiln_modules_unload(reinterpret_cast<kiln_modules_t*>(bundle_), &error_),
+      KILN_STATUS_CLOSED_HANDLE);
   int local = 0;
-  EXPECT_EQ(kiln_modules_unload(reinterpret_cast<kiln_modules_t*>(&local),
-                                &error_),
-            KILN_STATUS_CLOSED_HANDLE);
+  EXPECT_EQ(
+      kiln_modules_unload(reinterpret_cast<kiln_modules_t*>(&local), &error_),
+      KILN_STATUS_CLOSED_HANDLE);
   EXPECT_EQ(kiln_modules_unload(modules, nullptr), KILN_STATUS_OK);
 }
 

@@ -36,24 +36,30 @@ void* __wrap_malloc(size_t bytes) {
   ++g_allocations;
   return __real_malloc(bytes);
 }
+
 void* __wrap_calloc(size_t count, size_t bytes) {
   ++g_allocations;
   return __real_calloc(count, bytes);
 }
+
 void* __wrap_realloc(void* data, size_t bytes) {
   ++g_allocations;
   return __real_realloc(data, bytes);
 }
+
 void __wrap_free(void* data) { __real_free(data); }
+
 void* __wrap_mmap(void* at, size_t bytes, int protection, int flags, int fd,
                   off_t offset) {
   ++g_system_calls;
   return __real_mmap(at, bytes, protection, flags, fd, offset);
 }
+
 int __wrap_pthread_mutex_lock(pthread_mutex_t* mutex) {
   ++g_locks;
   return __real_pthread_mutex_lock(mutex);
 }
+
 long __wrap_syscall(long number, ...) {
   ++g_system_calls;
   va_list list;
@@ -124,16 +130,15 @@ TEST(LaunchPathTest, CudaAllocatesAndLocksNothingAndMakesNoSystemCall) {
   const kiln_entry_t* entry = nullptr;
   const kiln_status_t found =
       kiln_entry_find(modules, "moe", 40, &entry, &error);
-  const kiln_status_t launched = kiln_launch(
-      modules, entry, 40, params, sizeof(params), arena, 1 << 20, nullptr,
-      &error);
+  const kiln_status_t launched =
+      kiln_launch(modules, entry, 40, params, sizeof(params), arena, 1 << 20,
+                  nullptr, &error);
   // Refusals are part of the path too.
   const kiln_entry_t* none = nullptr;
   const kiln_status_t refused =
       kiln_entry_find(modules, "moe", 4000, &none, &error);
-  const kiln_status_t missing =
-      kiln_launch(modules, entry, 40, params, sizeof(params), nullptr, 0,
-                  nullptr, &error);
+  const kiln_status_t missing = kiln_launch(
+      modules, entry, 40, params, sizeof(params), nullptr, 0, nullptr, &error);
   const int allocations = g_allocations;
   const int locks = g_locks;
   const int system_calls = g_system_calls;

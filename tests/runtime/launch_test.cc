@@ -51,6 +51,7 @@ class CudaLaunchTest : public ::testing::Test {
         << error_.message;
     fake_.ClearLog();
   }
+
   ~CudaLaunchTest() override {
     kiln_modules_unload(modules_, nullptr);
     kiln_bundle_close(bundle_, nullptr);
@@ -84,6 +85,7 @@ TEST_F(CudaLaunchTest, FindsThePlanWhoseIntervalContainsM) {
     uint64_t m;
     uint32_t m_min;
   } cases[] = {{0, 1}, {1, 1}, {2, 2}, {3, 2}, {4, 2}, {5, 5}, {64, 5}};
+
   for (const auto& c : cases) {
     kiln_plan_info_t info = {};
     info.struct_size = sizeof(info);
@@ -116,8 +118,8 @@ TEST_F(CudaLaunchTest, NeverFindsANeighbour) {
 TEST_F(CudaLaunchTest, AnUnknownEntryNamesTheOnesThereAre) {
   EXPECT_EQ(Find("mo", 1), nullptr);
   EXPECT_EQ(status_, KILN_STATUS_ENTRY_NOT_FOUND);
-  EXPECT_THAT(error_.message, AllOf(HasSubstr("no entry 'mo'"),
-                                    HasSubstr("'dense', 'moe'")));
+  EXPECT_THAT(error_.message,
+              AllOf(HasSubstr("no entry 'mo'"), HasSubstr("'dense', 'moe'")));
 }
 
 TEST_F(CudaLaunchTest, EnqueuesEveryStepWithItsArguments) {
@@ -339,8 +341,8 @@ TEST(ManyIntervalsTest, TheMessageShowsTheFirstOnesAndTheLast) {
 
 class CpuLaunchTest : public ::testing::Test {
  protected:
-  explicit CpuLaunchTest(BundleSection section =
-                             TinyCpuSection(TinyKernelBinary())) {
+  explicit CpuLaunchTest(
+      BundleSection section = TinyCpuSection(TinyKernelBinary())) {
     bundle_ = OpenTiny({std::move(section)});
     kiln_load_options_t options = {};
     options.struct_size = sizeof(options);
@@ -349,6 +351,7 @@ class CpuLaunchTest : public ::testing::Test {
               KILN_STATUS_OK)
         << error_.message;
   }
+
   ~CpuLaunchTest() override {
     kiln_modules_unload(modules_, nullptr);
     kiln_bundle_close(bundle_, nullptr);
@@ -420,10 +423,10 @@ TEST_F(CpuLaunchTest, AStreamIsRefused) {
             KILN_STATUS_OK);
   alignas(256) char arena[512];
   const void* params[2] = {arena, arena};
-  EXPECT_EQ(kiln_launch(modules_, entry, 1, params, sizeof(params), arena,
-                        sizeof(arena), reinterpret_cast<CUstream_st*>(1),
-                        &error_),
-            KILN_STATUS_STREAM_NOT_ALLOWED);
+  EXPECT_EQ(
+      kiln_launch(modules_, entry, 1, params, sizeof(params), arena,
+                  sizeof(arena), reinterpret_cast<CUstream_st*>(1), &error_),
+      KILN_STATUS_STREAM_NOT_ALLOWED);
 }
 
 // A section whose only step counts blocks in a 3-D grid.
@@ -433,8 +436,8 @@ BundleSection CountingSection(const char* kernel) {
   plan.interval = {1, 1000};
   plan.body.cpu_threads = 3;
   plan.body.arena = {};
-  plan.body.params = {{.name = "counts", .dtype = "u32", .shape = "[...]",
-                       .output = true}};
+  plan.body.params = {
+      {.name = "counts", .dtype = "u32", .shape = "[...]", .output = true}};
   Step step;
   step.label = kernel;
   step.entry = kernel;

@@ -97,12 +97,12 @@ TEST_F(LoadCpuTest, TwoProgramsOfOneNumberStayApart) {
   const std::string binary = TinyKernelBinary();
   void* first = nullptr;
   void* second = nullptr;
-  ASSERT_EQ(runtime::LoadCpuProgram(binary.data(), binary.size(), &first,
-                                    &error_),
-            KILN_STATUS_OK);
-  ASSERT_EQ(runtime::LoadCpuProgram(binary.data(), binary.size(), &second,
-                                    &error_),
-            KILN_STATUS_OK);
+  ASSERT_EQ(
+      runtime::LoadCpuProgram(binary.data(), binary.size(), &first, &error_),
+      KILN_STATUS_OK);
+  ASSERT_EQ(
+      runtime::LoadCpuProgram(binary.data(), binary.size(), &second, &error_),
+      KILN_STATUS_OK);
   EXPECT_NE(first, second);
   runtime::CpuKernel a = nullptr;
   runtime::CpuKernel b = nullptr;

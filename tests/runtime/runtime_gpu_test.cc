@@ -97,16 +97,15 @@ Kernel MakeKernel(const std::string& name, std::vector<KernelParam> params) {
   Kernel kernel;
   kernel.entry = name;
   kernel.params = std::move(params);
-  kernel.param_bytes =
-      kernel.params.back().offset + kernel.params.back().bytes;
+  kernel.param_bytes = kernel.params.back().offset + kernel.params.back().bytes;
   return kernel;
 }
 
 // out[t][i] = 2 * x[t][i] + 5 + 1 for up to kCapacity tokens, in two steps.
 // `copies` programs hold the same binary; the plan uses the first.
 BundleSection ScaleSection(int copies) {
-  const Target target{.backend = Backend::kCuda, .level = 90,
-                      .arch_specific = true};
+  const Target target{
+      .backend = Backend::kCuda, .level = 90, .arch_specific = true};
   const std::string binary =
       ReadTestFile(SourcePath("tests/data/runtime/scale_sm_90a.cubin"));
   const std::vector<Kernel> kernels = {
@@ -124,8 +123,8 @@ BundleSection ScaleSection(int copies) {
       {.name = "x", .dtype = "f32", .shape = "[m, n]"},
       {.name = "out", .dtype = "f32", .shape = "[m, n]", .output = true}};
   plan.body.arena.Add("unused", 256);
-  const uint32_t scratch = plan.body.arena.Add(
-      "scratch", sizeof(float) * kWidth * kCapacity);
+  const uint32_t scratch =
+      plan.body.arena.Add("scratch", sizeof(float) * kWidth * kCapacity);
   Step scale;
   scale.label = "scale";
   scale.entry = "scale";
@@ -146,8 +145,8 @@ BundleSection ScaleSection(int copies) {
   plan.body.steps = {scale, add};
   plan.evidence.state = PlanState::kMeasured;
   for (int i = 0; i < copies; ++i) {
-    section.programs.push_back(FakeProgram("scale " + std::to_string(i),
-                                           target, binary, kernels));
+    section.programs.push_back(
+        FakeProgram("scale " + std::to_string(i), target, binary, kernels));
     Plan copy = plan;
     copy.programs = {section.programs.back()->key.digest};
     char name[16];
@@ -369,10 +368,10 @@ TEST_F(RuntimeGpuTest, CostsLittleMoreThanTheDriver) {
                   0);
         ASSERT_EQ(driver->func_load(function), 0);
         if (name[0] == 's') {
-          ASSERT_EQ(driver->func_set_attribute(
-                        function, runtime::kFunctionMaxDynamicSharedBytes,
-                        65536),
-                    0);
+          ASSERT_EQ(
+              driver->func_set_attribute(
+                  function, runtime::kFunctionMaxDynamicSharedBytes, 65536),
+              0);
         }
       }
     }
@@ -383,10 +382,11 @@ TEST_F(RuntimeGpuTest, CostsLittleMoreThanTheDriver) {
       kiln_bundle_close(bundle_, nullptr);
     }
   }
-  std::printf("open + verify + load of %d programs (%zu bytes): %.2f ms; raw "
-              "driver calls %.2f ms; ratio %.2f\n",
-              kPrograms, bytes.size(), Median(ours) * 1e3, Median(raw) * 1e3,
-              Median(ours) / Median(raw));
+  std::printf(
+      "open + verify + load of %d programs (%zu bytes): %.2f ms; raw "
+      "driver calls %.2f ms; ratio %.2f\n",
+      kPrograms, bytes.size(), Median(ours) * 1e3, Median(raw) * 1e3,
+      Median(ours) / Median(raw));
   EXPECT_LT(Median(ours), 2 * Median(raw) + 0.02);
 
   const kiln_entry_t* entry = nullptr;
@@ -402,9 +402,8 @@ TEST_F(RuntimeGpuTest, CostsLittleMoreThanTheDriver) {
   CUmod_st* module = nullptr;
   CUfunc_st* scale = nullptr;
   CUfunc_st* add = nullptr;
-  ASSERT_EQ(driver->module_load_data(&module,
-                                     section.programs[0]->binary.data()),
-            0);
+  ASSERT_EQ(
+      driver->module_load_data(&module, section.programs[0]->binary.data()), 0);
   ASSERT_EQ(driver->module_get_function(&scale, module, "scale"), 0);
   ASSERT_EQ(driver->module_get_function(&add, module, "add"), 0);
   ASSERT_EQ(driver->func_set_attribute(
@@ -437,10 +436,11 @@ TEST_F(RuntimeGpuTest, CostsLittleMoreThanTheDriver) {
     launch_raw.push_back(Seconds(start) / kLaunches);
     ASSERT_EQ(cuda_.stream_synchronize(stream_), 0);
   }
-  std::printf("kiln_launch of two steps: %.0f ns; the same raw: %.0f ns; "
-              "difference %.0f ns\n",
-              Median(launch_ours) * 1e9, Median(launch_raw) * 1e9,
-              (Median(launch_ours) - Median(launch_raw)) * 1e9);
+  std::printf(
+      "kiln_launch of two steps: %.0f ns; the same raw: %.0f ns; "
+      "difference %.0f ns\n",
+      Median(launch_ours) * 1e9, Median(launch_raw) * 1e9,
+      (Median(launch_ours) - Median(launch_raw)) * 1e9);
   EXPECT_LT(Median(launch_ours), Median(launch_raw) + 2e-6);
   driver->module_unload(module);
 }

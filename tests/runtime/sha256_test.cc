@@ -13,8 +13,8 @@ namespace {
 std::string HexOf(const std::string& message) {
   uint8_t digest[KILN_SHA256_BYTES];
   kiln_sha256(message.data(), message.size(), digest);
-  return ToHex(absl::string_view(reinterpret_cast<char*>(digest),
-                                 sizeof(digest)));
+  return ToHex(
+      absl::string_view(reinterpret_cast<char*>(digest), sizeof(digest)));
 }
 
 struct Vector {
@@ -38,6 +38,7 @@ const Vector kVectors[] = {
 class Sha256Test : public ::testing::TestWithParam<bool> {
  protected:
   Sha256Test() { kiln_sha256_allow_extensions(GetParam() ? 1 : 0); }
+
   ~Sha256Test() override { kiln_sha256_allow_extensions(1); }
 };
 
@@ -56,8 +57,7 @@ TEST_P(Sha256Test, PiecesHashLikeTheWhole) {
     kiln_sha256_t hash;
     kiln_sha256_init(&hash);
     for (size_t at = 0; at < message.size();) {
-      const size_t take =
-          std::min<size_t>(random() % 200, message.size() - at);
+      const size_t take = std::min<size_t>(random() % 200, message.size() - at);
       kiln_sha256_update(&hash, message.data() + at, take);
       at += take;
     }

@@ -63,6 +63,7 @@ class FakeDriver {
   void Reset();
 
   const kiln_driver_t* table() const { return &table_; }
+
   CUctx_st* context(int index) { return &contexts_[index]; }
 
   // The n-th call from now (1 is the next) returns `result` and does nothing.
@@ -71,12 +72,16 @@ class FakeDriver {
     fail_at_ = calls_.size() + static_cast<size_t>(n);
     fail_result_ = result;
   }
+
   bool failed() const { return failed_; }
 
   // Symbols in the order of the calls.
   const std::vector<std::string>& calls() const { return calls_; }
+
   int CountOf(const std::string& symbol) const;
+
   const std::vector<FakeLaunch>& launches() const { return launches_; }
+
   void ClearLog() {
     calls_.clear();
     launches_.clear();
@@ -85,10 +90,13 @@ class FakeDriver {
   }
 
   size_t live_modules() const { return modules_.size(); }
+
   CUctx_st* current() const {
     return context_stack.empty() ? nullptr : context_stack.back();
   }
+
   size_t context_stackdepth() const { return context_stack.size(); }
+
   const CUfunc_st* Find(const std::string& kernel) const;
 
   // What the machine is.

@@ -11,10 +11,9 @@
 namespace kiln::testing {
 namespace {
 
-const Target kCuda{.backend = Backend::kCuda, .level = 90,
-                   .arch_specific = true};
-const Target kCpu{.backend = Backend::kCpu, .level = 2,
-                  .arch_specific = false};
+const Target kCuda{
+    .backend = Backend::kCuda, .level = 90, .arch_specific = true};
+const Target kCpu{.backend = Backend::kCpu, .level = 2, .arch_specific = false};
 
 Toolchain TinyToolchain() {
   return {.name = "nvrtc", .version = "13.0.88", .content = Sha256("nvrtc")};
@@ -27,9 +26,9 @@ PlanBody CudaBody(uint32_t capacity, int64_t tile) {
   body.assignment = {{"tile", tile}};
   body.numerics_class = "f16-split1";
   body.tolerance = 0.02;
-  body.params = {{.name = "x", .dtype = "bf16", .shape = "[m, H]"},
-                 {.name = "out", .dtype = "f32", .shape = "[m, H]",
-                  .output = true}};
+  body.params = {
+      {.name = "x", .dtype = "bf16", .shape = "[m, H]"},
+      {.name = "out", .dtype = "f32", .shape = "[m, H]", .output = true}};
   body.arena.Add("scratch", 64 * capacity);
   body.arena.Add("routes", 16 * capacity);
   Step fc1;
@@ -81,9 +80,9 @@ PlanBody CpuBody(uint32_t capacity, uint32_t threads) {
   body.numerics_class = "f32";
   body.tolerance = 1e-6;
   body.cpu_threads = threads;
-  body.params = {{.name = "x", .dtype = "f32", .shape = "[m, width]"},
-                 {.name = "out", .dtype = "f32", .shape = "[m]",
-                  .output = true}};
+  body.params = {
+      {.name = "x", .dtype = "f32", .shape = "[m, width]"},
+      {.name = "out", .dtype = "f32", .shape = "[m]", .output = true}};
   body.arena.Add("scratch", sizeof(float) * kTinyWidth * capacity);
   Step square;
   square.label = "square";
@@ -179,11 +178,10 @@ BundleSection TinyCudaSection() {
 BundleSection TinyCpuSection(const std::string& binary) {
   BundleSection section;
   section.target = kCpu;
-  section.programs = {FakeProgram("tiny", kCpu, binary,
-                                  {CpuKernelRecord("control", 8),
-                                   CpuKernelRecord("count", 16),
-                                   CpuKernelRecord("square", 24),
-                                   CpuKernelRecord("sum", 24)})};
+  section.programs = {
+      FakeProgram("tiny", kCpu, binary,
+                  {CpuKernelRecord("control", 8), CpuKernelRecord("count", 16),
+                   CpuKernelRecord("square", 24), CpuKernelRecord("sum", 24)})};
   const std::vector<Digest> digests = {section.programs[0]->key.digest};
   BundleEntry entry;
   entry.name = "sumsq";
@@ -195,8 +193,8 @@ BundleSection TinyCpuSection(const std::string& binary) {
 }
 
 BundleSection ExampleSection() {
-  const Target target{.backend = Backend::kCuda, .level = 80,
-                      .arch_specific = false};
+  const Target target{
+      .backend = Backend::kCuda, .level = 80, .arch_specific = false};
   Kernel kernel;
   kernel.entry = "run";
   kernel.params = {{0, 8}, {8, 4}};
@@ -205,17 +203,16 @@ BundleSection ExampleSection() {
   BundleSection section;
   section.target = target;
   section.driver_version_min = 12040;
-  section.programs = {FakeProgram("example", target,
-                                  std::string("run 0:8 8:4\n") + '\0',
-                                  {kernel})};
+  section.programs = {FakeProgram(
+      "example", target, std::string("run 0:8 8:4\n") + '\0', {kernel})};
   PlanBody body;
   body.template_name = "fused_moe.cuda";
   body.template_version = 1;
   body.assignment = {{"tile", 8}};
   body.numerics_class = "f16";
   body.tolerance = 0.5;
-  body.params = {{.name = "out", .dtype = "f32", .shape = "[m, H]",
-                  .output = true}};
+  body.params = {
+      {.name = "out", .dtype = "f32", .shape = "[m, H]", .output = true}};
   Step step;
   step.label = "moe";
   step.entry = "run";
@@ -227,8 +224,8 @@ BundleSection ExampleSection() {
   BundleEntry entry;
   entry.name = "moe";
   entry.geometry = TinyGeometry();
-  entry.plans = {MakePlan(target, {1, 4}, body,
-                          {section.programs[0]->key.digest})};
+  entry.plans = {
+      MakePlan(target, {1, 4}, body, {section.programs[0]->key.digest})};
   section.entries = {entry};
   return section;
 }

@@ -102,6 +102,7 @@ struct Problem {
     p.rotations = rotations.data();
     p.down_svh = down_svh.data();
   }
+
   Problem(const Problem&) = delete;
   Problem& operator=(const Problem&) = delete;
 
@@ -235,7 +236,8 @@ std::vector<float> RunPlan(const CpuVariant& v, const Problem& problem,
     const void* pointers[4];
   } route = {static_cast<uint32_t>(p.tokens),
              {p.topk_ids, a(tile_expert), a(tile_routes), a(route_slot)}};
-  const void* rotate[] = {a(tile_expert), a(tile_routes), p.x,    p.gate_suh,
+
+  const void* rotate[] = {a(tile_expert), a(tile_routes), p.x,     p.gate_suh,
                           p.up_suh,       a(gate_in),     a(up_in)};
   const void* fc1[] = {a(tile_expert), p.w_gate,    p.w_up,   a(gate_in),
                        a(up_in),       a(gate_out), a(up_out)};
@@ -249,8 +251,7 @@ std::vector<float> RunPlan(const CpuVariant& v, const Problem& problem,
   const uint64_t tiles = tiles_of(m);
   const uint64_t c = v.channels_tile;
   RunStep(v.route, &route, sizeof route, {1, 1, 1});
-  RunStep(v.rotate, rotate, sizeof rotate,
-          {tiles, CeilDiv(v.hidden, 512), 1});
+  RunStep(v.rotate, rotate, sizeof rotate, {tiles, CeilDiv(v.hidden, 512), 1});
   RunStep(v.fc1, fc1, sizeof fc1, {tiles, CeilDiv(v.inter, c), 2});
   RunStep(v.activate, activate, sizeof activate,
           {tiles, CeilDiv(v.inter, 512), 1});
@@ -311,8 +312,8 @@ std::vector<float> ModelRoute(const Problem& problem, int64_t route) {
     }
     Transform(&operand);
     for (float& value : operand) value = kd::round_f16(value);
-    std::vector<float> y = Multiply(
-        operand, decode(w, p.hidden, p.intermediate, bits), i);
+    std::vector<float> y =
+        Multiply(operand, decode(w, p.hidden, p.intermediate, bits), i);
     Transform(&y);
     for (size_t c = 0; c < i; ++c) y[c] *= kd::f16_to_f32(svh[c]);
     return y;
@@ -328,9 +329,8 @@ std::vector<float> ModelRoute(const Problem& problem, int64_t route) {
   }
   Transform(&a);
   for (float& value : a) value = kd::round_f16(value);
-  std::vector<float> y =
-      Multiply(a, decode(problem.w_down, p.intermediate, p.hidden, p.bits.down),
-               h);
+  std::vector<float> y = Multiply(
+      a, decode(problem.w_down, p.intermediate, p.hidden, p.bits.down), h);
   Transform(&y);
   for (size_t c = 0; c < h; ++c) {
     y[c] *= kd::f16_to_f32(problem.down_svh[scale_row * h + c]);

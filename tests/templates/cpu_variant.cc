@@ -7,9 +7,9 @@
 
 #define KILN_TEXT_(x) #x
 #define KILN_TEXT(x) KILN_TEXT_(x)
-#define KILN_STEP(name)                                           \
-  {                                                               \
-    .run = KILN_CPU_SYMBOL(name),                                 \
+#define KILN_STEP(name)                                             \
+  {                                                                 \
+    .run = KILN_CPU_SYMBOL(name),                                   \
     .args_bytes = KILN_CPU_JOIN(KILN_CPU_SYMBOL(name), _args_bytes) \
   }
 

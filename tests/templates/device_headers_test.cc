@@ -25,9 +25,9 @@ using testing::SplitMix64;
 double ExactHalf(uint16_t bits) {
   const int exponent = (bits >> 10) & 31;
   const int fraction = bits & 1023;
-  const double magnitude =
-      exponent == 0 ? std::ldexp(fraction, -24)
-                    : std::ldexp(1024 + fraction, exponent - 25);
+  const double magnitude = exponent == 0
+                               ? std::ldexp(fraction, -24)
+                               : std::ldexp(1024 + fraction, exponent - 25);
   return (bits & 0x8000) != 0 ? -magnitude : magnitude;
 }
 
@@ -252,9 +252,7 @@ TEST(ActivationTest, SiluIsAccurateAndPropagatesNan) {
     const float v = static_cast<float>(i) * 0.05f;
     const double g = v;
     const double exact = g / (1 + std::exp(-g));
-    EXPECT_NEAR(kd::Silu(v), exact,
-                1e-6 * std::fabs(exact) + 1e-35)
-        << g;
+    EXPECT_NEAR(kd::Silu(v), exact, 1e-6 * std::fabs(exact) + 1e-35) << g;
   }
   EXPECT_TRUE(std::isnan(kd::Silu(std::numeric_limits<float>::quiet_NaN())));
   EXPECT_EQ(kd::Silu(std::numeric_limits<float>::infinity()),

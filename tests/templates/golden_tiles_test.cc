@@ -110,8 +110,8 @@ TEST(GoldenTilesTest, EveryRotatedMatrixAgreesWithinBinary16Rounding) {
       const size_t columns = static_cast<size_t>(h.columns);
       ASSERT_EQ(rows % 128, 0u);
       ASSERT_EQ(columns % 128, 0u);
-      const auto packed = in.Read<uint16_t>(rows * columns / 16 *
-                                            static_cast<size_t>(h.bits));
+      const auto packed =
+          in.Read<uint16_t>(rows * columns / 16 * static_cast<size_t>(h.bits));
       const auto suh = in.Read<uint16_t>(rows);
       const auto svh = in.Read<uint16_t>(columns);
       const auto expected = in.Read<uint16_t>(rows * columns);

@@ -45,6 +45,7 @@ struct Inputs {
     p.id_dtype = DType::kI32;
     Point();
   }
+
   Inputs(const Inputs&) = delete;
   Inputs& operator=(const Inputs&) = delete;
 
@@ -71,17 +72,17 @@ struct Inputs {
 
   SplitMix64 random;
   FusedMoeProblem p;
-  std::vector<uint16_t> x = Halves(&random, kTokens * kH, 1);
+  std::vector<uint16_t> x = Halves(&random, kTokens* kH, 1);
   std::vector<int32_t> ids = {0, 1, 2, 2, 1, -1, -5, kE, 0, 2};
   std::vector<float> weights = {0.5f, 0.25f, 1.f, -2.f, 0.75f,
                                 3.f,  1.f,   1.f, .1f,  .9f};
   std::vector<uint16_t> w_gate = random.Words(kE * kH * kI / 16 * 3);
   std::vector<uint16_t> w_up = random.Words(kE * kH * kI / 16 * 5);
   std::vector<uint16_t> w_down = random.Words(kE * kH * kI / 16 * 2);
-  std::vector<uint16_t> gate_suh = Halves(&random, kE * kH, 0.1);
-  std::vector<uint16_t> up_suh = Halves(&random, kE * kH, 0.1);
+  std::vector<uint16_t> gate_suh = Halves(&random, kE* kH, 0.1);
+  std::vector<uint16_t> up_suh = Halves(&random, kE* kH, 0.1);
   std::vector<uint16_t> rotations = Halves(&random, kE * 3 * kI, 1);
-  std::vector<uint16_t> down_svh = Halves(&random, kE * kH, 1);
+  std::vector<uint16_t> down_svh = Halves(&random, kE* kH, 1);
 };
 
 // ---- independent dense evaluation ------------------------------------------
@@ -162,8 +163,7 @@ TEST(ReferenceTest, Float64ModeEqualsDenseMatrices) {
       const std::vector<double> y = Times(a, down, kH);
       for (int64_t c = 0; c < kH; ++c) {
         expected[static_cast<size_t>(token * kH + c)] +=
-            in.weights[static_cast<size_t>(route)] *
-            y[static_cast<size_t>(c)];
+            in.weights[static_cast<size_t>(route)] * y[static_cast<size_t>(c)];
       }
     }
   }
@@ -193,8 +193,7 @@ TEST(ReferenceTest, RowsMayBeSampledInAnyOrderAndRepeated) {
     const std::vector<double> some = in.Run(mode, rows);
     for (size_t r = 0; r < rows.size(); ++r) {
       for (size_t c = 0; c < kH; ++c) {
-        ASSERT_EQ(some[r * kH + c],
-                  all[static_cast<size_t>(rows[r]) * kH + c]);
+        ASSERT_EQ(some[r * kH + c], all[static_cast<size_t>(rows[r]) * kH + c]);
       }
     }
   }

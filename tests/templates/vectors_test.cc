@@ -67,8 +67,7 @@ TEST(VectorsTest, CodebookSamplesAndFullTablesMatch) {
     }
     std::vector<uint16_t> table(65536);
     for (uint32_t s = 0; s < 65536; ++s) table[s] = DecodeState(codebook, s);
-    EXPECT_EQ(Sha256Hex(table),
-              file.at("sha256").at(name + "_65536_fp16_le"));
+    EXPECT_EQ(Sha256Hex(table), file.at("sha256").at(name + "_65536_fp16_le"));
   }
 }
 
@@ -124,8 +123,8 @@ TEST(VectorsTest, TilesHaveTheListedStatesSymbolsAndValues) {
     ASSERT_EQ(halves.size(), static_cast<size_t>(16 * bits));
     std::vector<uint32_t> words(halves.size() / 2);
     for (size_t i = 0; i < words.size(); ++i) {
-      words[i] = halves[2 * i] |
-                 (static_cast<uint32_t>(halves[2 * i + 1]) << 16);
+      words[i] =
+          halves[2 * i] | (static_cast<uint32_t>(halves[2 * i + 1]) << 16);
     }
     const auto states = WindowStates(bits, words);
     EXPECT_EQ(states, tile.at("states").get<std::vector<uint32_t>>());
@@ -197,8 +196,8 @@ struct MoeCase {
     p.id_dtype = DType::kI64;
 
     const uint64_t seed = c.at("seed").get<uint64_t>();
-    const size_t words = static_cast<size_t>(p.experts * p.hidden *
-                                             p.intermediate / 16 * bits);
+    const size_t words =
+        static_cast<size_t>(p.experts * p.hidden * p.intermediate / 16 * bits);
     gate = SplitMix64(seed + 1).Words(words);
     up = SplitMix64(seed + 2).Words(words);
     down = SplitMix64(seed + 3).Words(words);
@@ -237,6 +236,7 @@ struct MoeCase {
     p.rotations = rotations.data();
     p.down_svh = down_svh.data();
   }
+
   MoeCase(const MoeCase&) = delete;
   MoeCase& operator=(const MoeCase&) = delete;
 

@@ -175,7 +175,9 @@ TEST(FusedMoeWorkloadTest, RaggedRoutesHaveEveryTrouble) {
         }
       }
       dead += any ? 0 : 1;
-      if (t % 8 == 5) EXPECT_FALSE(any) << t;
+      if (t % 8 == 5) {
+        EXPECT_FALSE(any) << t;
+      }
     }
     EXPECT_TRUE(negative);
     EXPECT_TRUE(just_outside);

@@ -173,10 +173,10 @@ TEST_P(EveryModelAndTargetTest, EqualInputsGiveEqualPlans) {
 INSTANTIATE_TEST_SUITE_P(Models, EveryModelAndTargetTest,
                          ::testing::Combine(::testing::ValuesIn(kModels),
                                             ::testing::ValuesIn(kTargets)),
-                         [](const auto& info) {
+                         [](const auto& test) {
                            std::string name =
-                               std::string(std::get<0>(info.param)) + "_" +
-                               std::get<1>(info.param);
+                               std::string(std::get<0>(test.param)) + "_" +
+                               std::get<1>(test.param);
                            for (char& c : name) {
                              if (c == '-') c = '_';
                            }

@@ -133,7 +133,7 @@ std::vector<TieCase> TieCases() {
 
 INSTANTIATE_TEST_SUITE_P(Rules, SelectionTieTest,
                          ::testing::ValuesIn(TieCases()),
-                         [](const auto& info) { return info.param.name; });
+                         [](const auto& test) { return test.param.name; });
 
 TEST(SelectionTest, ATieReachesNoFurtherThanTheMargin) {
   // Better by every tie rule, but 1.1 % slower than the fastest.

@@ -80,7 +80,7 @@ TEST(VerifyCasesTest, CoverTheEdgesAndBothRoutingsOfEveryInterval) {
     }
     EXPECT_TRUE(sizes.contains(interval.m_min));
     EXPECT_TRUE(sizes.contains(interval.m_max));
-    if (interval.m_max - interval.m_min >= 2) EXPECT_GE(sizes.size(), 3u);
+    EXPECT_GE(sizes.size(), std::min(interval.m_max - interval.m_min, 2u) + 1);
     EXPECT_EQ(at_capacity.size(), 2u) << interval.m_max;
     EXPECT_EQ(repeated.size(), 2u) << interval.m_max;
     EXPECT_EQ(draws.size(), cases.size()) << "cases share inputs";
@@ -136,7 +136,7 @@ class CheckOutputTest : public ::testing::Test {
     const absl::StatusOr<std::vector<float>> rows =
         CheckOutput(bench_.get(), test_, tolerance, 1, &result);
     EXPECT_OK(rows);
-    if (rows.ok()) EXPECT_EQ(rows->size(), kTokens * Width());
+    EXPECT_EQ(rows.ok() ? rows->size() : 0, kTokens * Width());
     return result;
   }
 
@@ -338,9 +338,11 @@ constexpr Mutant kMutants[] = {
      "      if (base + kBlock == kHidden) {\n"
      "        const_cast<float*>(args.topk_weights)[route] = 0.5f;\n"
      "      }"},
-    {"a scale moves a little with every launch",
+    {"scales lose their last bit",
      "float* out = args.out + static_cast<u64>(token) * kHidden + base;",
-     "if (token == 0 && base == 0) const_cast<u16*>(args.down_svh)[0] += 1;\n"
+     "for (u32 i = 0; i < 16; ++i) {\n"
+     "      const_cast<u16*>(args.down_svh)[i] &= 0xFFFE;\n"
+     "    }\n"
      "    float* out = args.out + static_cast<u64>(token) * kHidden + base;"},
 };
 
