@@ -24,7 +24,7 @@ struct TableShape {
   absl::string_view order;  // primary key
 };
 
-constexpr std::array<TableShape, 8> kTables = {{
+constexpr std::array<TableShape, 9> kTables = {{
     {"blob", "id, digest, data", "id"},
     {"program",
      "id, key, preimage, target, toolchain_name, toolchain_version, "
@@ -44,10 +44,9 @@ constexpr std::array<TableShape, 8> kTables = {{
      "id, plan_id, position, label, candidate, verdict, reason, worst_error, "
      "regret, numerics_class, arena_bytes, registers, samples, row_digest",
      "id"},
-    {"file_memo",
-     "path, size, mtime_ns, ctime_ns, device, inode, name, version, content, "
-     "row_digest",
-     "path"},
+    {"memo", "key, value, row_digest", "key"},
+    {"lease", "key, boot, pid, start_ticks, token, expires_unix, row_digest",
+     "key"},
     {"quarantine", "id, source, key, reason, content, created_unix", "id"},
 }};
 
@@ -221,26 +220,23 @@ absl::Status PlanCache::CheckPlans(std::vector<CacheFinding>* findings) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<std::string>> PlanCache::MemoPaths() {
+absl::StatusOr<std::vector<std::string>> PlanCache::MemoKeys() {
   ASSIGN_OR_RETURN(Statement select,
-                   database_->Prepare("SELECT path FROM file_memo "
-                                      "ORDER BY path"));
-  std::vector<std::string> paths;
+                   database_->Prepare("SELECT key FROM memo ORDER BY key"));
+  std::vector<std::string> keys;
   for (;;) {
     ASSIGN_OR_RETURN(const bool more, select.Step());
-    if (!more) return paths;
-    paths.emplace_back(select.Bytes(0));
+    if (!more) return keys;
+    keys.emplace_back(select.Bytes(0));
   }
 }
 
-absl::Status PlanCache::CheckFileMemos(std::vector<CacheFinding>* findings) {
-  ASSIGN_OR_RETURN(const std::vector<std::string> paths, MemoPaths());
-  for (const std::string& path : paths) {
-    Row<FileMemo> row;
-    RETURN_IF_ERROR(AsFinding(ReadFileMemo({.path = path}, &row), findings));
-    if (!row.problem.empty()) {
-      Add("file_memo", ToHex(path), row.problem, findings);
-    }
+absl::Status PlanCache::CheckMemos(std::vector<CacheFinding>* findings) {
+  ASSIGN_OR_RETURN(const std::vector<std::string> keys, MemoKeys());
+  for (const std::string& key : keys) {
+    Row<std::string> row;
+    RETURN_IF_ERROR(AsFinding(ReadMemo(key, &row), findings));
+    if (!row.problem.empty()) Add("memo", ToHex(key), row.problem, findings);
   }
   return absl::OkStatus();
 }
@@ -277,7 +273,7 @@ absl::StatusOr<std::vector<CacheFinding>> PlanCache::Check() {
   RETURN_IF_ERROR(AsFinding(CheckPrograms(&findings), &findings));
   RETURN_IF_ERROR(AsFinding(CheckRejects(&findings), &findings));
   RETURN_IF_ERROR(AsFinding(CheckPlans(&findings), &findings));
-  RETURN_IF_ERROR(AsFinding(CheckFileMemos(&findings), &findings));
+  RETURN_IF_ERROR(AsFinding(CheckMemos(&findings), &findings));
   return findings;
 }
 
@@ -355,16 +351,15 @@ absl::Status PlanCache::Sift(std::vector<CacheFinding>* dropped) {
     const absl::Status status = LoadMeasurements(key).status();
     if (!status.ok() && !absl::IsDataLoss(status)) return status;
   }
-  ASSIGN_OR_RETURN(const std::vector<std::string> memos, MemoPaths());
-  for (const std::string& path : memos) {
-    Row<FileMemo> row;
-    RETURN_IF_ERROR(ReadFileMemo({.path = path}, &row));
+  ASSIGN_OR_RETURN(const std::vector<std::string> memos, MemoKeys());
+  for (const std::string& key : memos) {
+    Row<std::string> row;
+    RETURN_IF_ERROR(ReadMemo(key, &row));
     if (row.problem.empty()) continue;
-    Add("file_memo", ToHex(path), row.problem, dropped);
+    Add("memo", ToHex(key), row.problem, dropped);
     ASSIGN_OR_RETURN(Statement remove,
-                     database_->Prepare("DELETE FROM file_memo "
-                                        "WHERE path = ?1"));
-    remove.BindBlob(1, path);
+                     database_->Prepare("DELETE FROM memo WHERE key = ?1"));
+    remove.BindBlob(1, key);
     RETURN_IF_ERROR(remove.Run());
   }
   RETURN_IF_ERROR(database_->Execute(

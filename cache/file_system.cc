@@ -109,24 +109,4 @@ std::string NetworkFileSystemName(const FileSystemInfo& info) {
   return "";
 }
 
-absl::StatusOr<FileStamp> StampFile(const std::string& path) {
-  struct stat info;
-  if (stat(path.c_str(), &info) != 0) {
-    return ErrnoStatus(errno, "cannot stat", path);
-  }
-  if (!S_ISREG(info.st_mode)) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(path, " is not a regular file"));
-  }
-  const auto nanoseconds = [](const timespec& time) {
-    return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
-  };
-  return FileStamp{.path = path,
-                   .size = info.st_size,
-                   .mtime_ns = nanoseconds(info.st_mtim),
-                   .ctime_ns = nanoseconds(info.st_ctim),
-                   .device = static_cast<int64_t>(info.st_dev),
-                   .inode = static_cast<int64_t>(info.st_ino)};
-}
-
 }  // namespace kiln

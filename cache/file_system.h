@@ -1,10 +1,9 @@
-// What the cache must know about files before it trusts them: the kind of file
-// system below a folder, and a file's stamp for the memo table.
+// What the cache must know before it writes: the kind of file system below a
+// folder.
 
 #ifndef KILN_CACHE_FILE_SYSTEM_H_
 #define KILN_CACHE_FILE_SYSTEM_H_
 
-#include <compare>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -33,21 +32,6 @@ absl::StatusOr<FileSystemInfo> ProbeFileSystem(const std::string& path);
 // hosts may not see each other there, and then two writers destroy the file.
 // FUSE counts as a network file system unless it is a known local one.
 std::string NetworkFileSystemName(const FileSystemInfo& info);
-
-// Identity of a file's contents as far as stat(2) can tell.
-struct FileStamp {
-  std::string path = {};
-  int64_t size = 0;
-  int64_t mtime_ns = 0;
-  int64_t ctime_ns = 0;  // moves when a file is replaced with its old mtime
-  int64_t device = 0;
-  int64_t inode = 0;
-
-  auto operator<=>(const FileStamp&) const = default;
-};
-
-// Errors: NotFound, PermissionDenied, FailedPrecondition (no regular file).
-absl::StatusOr<FileStamp> StampFile(const std::string& path);
 
 }  // namespace kiln
 

@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "cache/row_codec.h"
+#include "cache/row_io.h"
 #include "cache/schema.h"
 #include "cache/sqlite_db.h"
 #include "compiler/base/check.h"
@@ -182,10 +183,11 @@ absl::Status CreateIfEmpty(Database* database) {
   return transaction.Commit();
 }
 
-std::string PathIn(const std::string& directory) {
+std::string PathOf(const PlanCacheOptions& options) {
+  const std::string& directory = options.directory;
   return absl::StrCat(directory,
                       !directory.empty() && directory.back() == '/' ? "" : "/",
-                      kCacheFileName);
+                      options.file_name);
 }
 
 }  // namespace
@@ -296,7 +298,7 @@ absl::StatusOr<PlanCache> PlanCache::OpenReadWrite(PlanCacheOptions options) {
         "destroy the file; choose a local folder with --cache and carry the "
         "file over, or use the cache read-only"));
   }
-  const std::string path = PathIn(options.directory);
+  const std::string path = PathOf(options);
   ASSIGN_OR_RETURN(const FileState file, StateOf(path));
   if (file.size > 0) {
     ASSIGN_OR_RETURN(const FileState journal,
@@ -319,7 +321,7 @@ absl::StatusOr<PlanCache> PlanCache::OpenReadWrite(PlanCacheOptions options) {
 }
 
 absl::StatusOr<PlanCache> PlanCache::OpenReadOnly(PlanCacheOptions options) {
-  const std::string path = PathIn(options.directory);
+  const std::string path = PathOf(options);
   ASSIGN_OR_RETURN(const FileState file, StateOf(path));
   if (file.size == 0) {
     ASSIGN_OR_RETURN(PlanCache cache, OpenMemory(std::move(options)));
@@ -420,90 +422,52 @@ void PlanCache::Quarantine(absl::string_view table, const Digest& key,
   Warn(absl::StrCat(what, "; moved to quarantine, counts as a miss"));
 }
 
-absl::Status PlanCache::ReadFileMemo(const FileStamp& stamp,
-                                     Row<FileMemo>* row) {
+absl::Status PlanCache::ReadMemo(absl::string_view key, Row<std::string>* row) {
   ASSIGN_OR_RETURN(
       Statement select,
-      database_->Prepare("SELECT size, mtime_ns, ctime_ns, device, inode, "
-                         "name, version, content, row_digest "
-                         "FROM file_memo WHERE path = ?1"));
-  select.BindBlob(1, stamp.path);
+      database_->Prepare("SELECT value, row_digest FROM memo WHERE key = ?1"));
+  select.BindBlob(1, key);
   ASSIGN_OR_RETURN(const bool found, select.Step());
   if (!found) return absl::OkStatus();
-  const MemoColumns columns = {.path = stamp.path,
-                               .size = select.Integer(0),
-                               .mtime_ns = select.Integer(1),
-                               .ctime_ns = select.Integer(2),
-                               .device = select.Integer(3),
-                               .inode = select.Integer(4),
-                               .name = select.Bytes(5),
-                               .version = select.Bytes(6),
-                               .content = select.Bytes(7)};
-  const std::string encoded = EncodeRow(columns);
-  const absl::StatusOr<Digest> content = Digest::FromBytes(columns.content);
-  if (Sha256(encoded).AsBytes() != select.Bytes(8) || !content.ok()) {
-    row->problem = "columns do not match the row's digest";
+  const std::string encoded =
+      EncodeRow(MemoColumns{.key = key, .value = select.Bytes(0)});
+  if (Sha256(encoded).AsBytes() != select.Bytes(1)) {
+    row->problem = std::string(kRowDigestProblem);
     row->content = encoded;
     return absl::OkStatus();
   }
-  const FileStamp stored = {.path = stamp.path,
-                            .size = columns.size,
-                            .mtime_ns = columns.mtime_ns,
-                            .ctime_ns = columns.ctime_ns,
-                            .device = columns.device,
-                            .inode = columns.inode};
-  if (stored != stamp) return absl::OkStatus();  // the file changed
-  row->value = FileMemo{.name = std::string(columns.name),
-                        .version = std::string(columns.version),
-                        .content = *content};
+  row->value = std::string(select.Bytes(0));
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::optional<FileMemo>> PlanCache::FindFileMemo(
-    const FileStamp& stamp) {
-  Row<FileMemo> row;
-  RETURN_IF_ERROR(ReadFileMemo(stamp, &row));
-  // No quarantine: the next PutFileMemo of the path replaces the row.
+absl::StatusOr<std::optional<std::string>> PlanCache::FindMemo(
+    absl::string_view key) {
+  Row<std::string> row;
+  RETURN_IF_ERROR(ReadMemo(key, &row));
+  // No quarantine: the next PutMemo of the key replaces the row.
   if (!row.problem.empty()) {
-    Warn(absl::StrCat("file_memo of ", stamp.path, " is damaged: ", row.problem,
-                      "; the file is read again"));
+    Warn(absl::StrCat("memo ", Sha256(key).Short(),
+                      " is damaged: ", row.problem, "; counts as a miss"));
   }
-  return row.value;
+  return std::move(row.value);
 }
 
-absl::Status PlanCache::PutFileMemo(const FileStamp& stamp,
-                                    const FileMemo& memo) {
+absl::Status PlanCache::PutMemo(absl::string_view key,
+                                absl::string_view value) {
   if (options_.mode == CacheMode::kReadOnly) return absl::OkStatus();
-  const MemoColumns columns = {.path = stamp.path,
-                               .size = stamp.size,
-                               .mtime_ns = stamp.mtime_ns,
-                               .ctime_ns = stamp.ctime_ns,
-                               .device = stamp.device,
-                               .inode = stamp.inode,
-                               .name = memo.name,
-                               .version = memo.version,
-                               .content = memo.content.AsBytes()};
-  const Digest row_digest = Sha256(EncodeRow(columns));
+  const Digest row_digest =
+      Sha256(EncodeRow(MemoColumns{.key = key, .value = value}));
   ASSIGN_OR_RETURN(
       Transaction transaction,
       Transaction::Begin(database_.get(), Transaction::Kind::kWrite));
   {
     ASSIGN_OR_RETURN(
         Statement insert,
-        database_->Prepare(
-            "INSERT OR REPLACE INTO file_memo (path, size, mtime_ns, ctime_ns, "
-            "device, inode, name, version, content, row_digest) "
-            "VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)"));
-    insert.BindBlob(1, columns.path);
-    insert.BindInteger(2, columns.size);
-    insert.BindInteger(3, columns.mtime_ns);
-    insert.BindInteger(4, columns.ctime_ns);
-    insert.BindInteger(5, columns.device);
-    insert.BindInteger(6, columns.inode);
-    insert.BindText(7, columns.name);
-    insert.BindText(8, columns.version);
-    insert.BindBlob(9, columns.content);
-    insert.BindBlob(10, row_digest.AsBytes());
+        database_->Prepare("INSERT OR REPLACE INTO memo "
+                           "(key, value, row_digest) VALUES (?1, ?2, ?3)"));
+    insert.BindBlob(1, key);
+    insert.BindBlob(2, value);
+    insert.BindBlob(3, row_digest.AsBytes());
     RETURN_IF_ERROR(insert.Run());
   }
   return transaction.Commit();

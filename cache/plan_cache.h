@@ -26,6 +26,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "cache/file_system.h"
+#include "cache/lease_owner.h"
 #include "cache/records.h"
 #include "compiler/base/digest.h"
 #include "compiler/spec/plan.h"
@@ -59,10 +61,13 @@ inline constexpr uint32_t kCacheApplicationId = 0x4B494C4E;
 inline constexpr int kCacheSchemaVersion = 1;
 inline constexpr char kCacheFileName[] = "index.db";
 // Largest binary, log, plan text or sample block that is stored, in bytes.
+inline constexpr int64_t kGcGraceSeconds = 3600;
 inline constexpr uint64_t kCacheValueBytesMax = uint64_t{256} << 20;
 
 struct PlanCacheOptions {
   std::string directory;  // ignored when mode is kOff
+  // Another name inside the folder, for files that ExportTo wrote.
+  std::string file_name = kCacheFileName;
   CacheMode mode = CacheMode::kReadWrite;
   // Stored with new rows; created_unix is taken from the clock instead.
   Provenance provenance;
@@ -159,13 +164,29 @@ class PlanCache {
   //   quarantined too, so that it is raced again.
   absl::StatusOr<std::vector<Measurement>> LoadMeasurements(const Digest& key);
 
-  // Memo of files. ------------------------------------------------------------
+  // Memo. ---------------------------------------------------------------------
 
-  // What the file with exactly this stamp was found to be.
-  absl::StatusOr<std::optional<FileMemo>> FindFileMemo(const FileStamp& stamp);
-  // Replaces the memo of the same path. A hint: nothing is stored, and that is
-  // no error, in read-only mode.
-  absl::Status PutFileMemo(const FileStamp& stamp, const FileMemo& memo);
+  // Opaque bytes kept under opaque bytes. A hint: damage and loss are a miss.
+  absl::StatusOr<std::optional<std::string>> FindMemo(absl::string_view key);
+  // Replaces what `key` had. Nothing is stored, and that is no error, in
+  // read-only mode.
+  absl::Status PutMemo(absl::string_view key, absl::string_view value);
+
+  // Leases: who works on what. -----------------------------------------------
+
+  // Claims the work behind each key for this object, at most `limit` of them in
+  // the order of `keys`, and says per key whether it is claimed. Refused are
+  // keys that another living owner has claimed, and keys that a program or
+  // reject answers already. An owner is gone when its process on this machine
+  // has ended, or when its time is over. A claim ends with the Put of its key,
+  // with ReleaseLeases, or after `seconds`.
+  absl::StatusOr<std::vector<bool>> AcquireLeases(absl::Span<const Digest> keys,
+                                                  int64_t seconds,
+                                                  size_t limit = SIZE_MAX);
+  // Extends the claims of this object among `keys`.
+  absl::Status RenewLeases(absl::Span<const Digest> keys, int64_t seconds);
+  // Gives up the claims of this object among `keys`.
+  absl::Status ReleaseLeases(absl::Span<const Digest> keys);
 
   // Care. ---------------------------------------------------------------------
 
@@ -177,6 +198,28 @@ class PlanCache {
   // transaction, for damage that Find and Put report as DataLoss. Works while
   // the file still opens; other processes wait.
   absl::StatusOr<RepairReport> Repair();
+
+  // Joins another cache into this one, in one transaction; rows keep when and
+  // where they were made. With conflicts and ConflictChoice::kRefuse, nothing
+  // is stored. kKeepOurs leaves out plans that need a program that differs;
+  // kTakeTheirs drops our plans that do.
+  //   Errors: NotFound for a chosen plan that `source` lacks, naming it;
+  //   InvalidArgument when both are one file.
+  absl::StatusOr<MergeReport> MergeFrom(PlanCache* source,
+                                        const MergeOptions& options);
+  // Writes the chosen plans, their evidence and programs as one file, which is
+  // a cache of its own (see PlanCacheOptions::file_name). Equal rows give equal
+  // bytes. Built in memory.
+  //   Errors: NotFound for a plan that is missing; DataLoss where a chosen row
+  //   is damaged.
+  absl::StatusOr<ExportReport> ExportTo(const std::string& path,
+                                        absl::Span<const Digest> plans);
+  // Removes what is old, and then what is oldest until the file is small
+  // enough: quarantined rows, programs that no plan needs, plans with the
+  // programs that only they need, rejects. Roots stay, and so does whatever
+  // was made within the last kGcGraceSeconds: it may belong to a run that is
+  // not done. One transaction, then the file is compacted.
+  absl::StatusOr<GcReport> CollectGarbage(const GcOptions& options);
 
   // What went wrong without failing a call, oldest first, and forgets it.
   std::vector<std::string> TakeWarnings();
@@ -192,6 +235,11 @@ class PlanCache {
     bool binary_damaged = false;  // the problem lies in the blob, not the row
     std::string binary_digest;    // 32 raw bytes; set with binary_damaged
     int64_t measurements = 0;     // of a plan
+  };
+
+  struct MergeState {
+    MergeReport report;
+    std::set<Digest> conflicting;  // programs
   };
 
   PlanCache(PlanCacheOptions options, std::string path,
@@ -213,7 +261,10 @@ class PlanCache {
                                 bool* present);
   absl::Status ReadMeasurements(const Digest& key, const Row<StoredPlan>& plan,
                                 Row<std::vector<Measurement>>* row);
-  absl::Status ReadFileMemo(const FileStamp& stamp, Row<FileMemo>* row);
+  absl::Status ReadMemo(absl::string_view key, Row<std::string>* row);
+  // Whether another living owner has claimed `key`.
+  absl::StatusOr<bool> IsLeasedToOther(const Digest& key);
+  absl::Status DropLease(const Digest& key);
 
   // Inside a write transaction.
   absl::Status WriteProgram(const Program& program);
@@ -237,11 +288,24 @@ class PlanCache {
                   absl::string_view problem,
                   const std::function<absl::Status()>& move);
 
+  // Copies one whole row of `source` as it is. Inside a write transaction.
+  absl::Status CopyProgram(PlanCache* source, const Program& program);
+  absl::Status CopyReject(PlanCache* source, const Digest& key);
+  absl::Status CopyPlan(PlanCache* source, const Row<StoredPlan>& row);
+  absl::Status RemovePlansUsing(const Digest& program);
+  // Decides about one row each; writes unless `dry_run`.
+  absl::Status MergeProgram(PlanCache* source, const Digest& key,
+                            const MergeOptions& options, MergeState* state);
+  absl::Status MergeReject(PlanCache* source, const Digest& key,
+                           const MergeOptions& options, MergeState* state);
+  absl::Status MergePlan(PlanCache* source, const Digest& key,
+                         const MergeOptions& options, MergeState* state);
+
   absl::Status CheckPrograms(std::vector<CacheFinding>* findings);
   absl::Status CheckRejects(std::vector<CacheFinding>* findings);
   absl::Status CheckPlans(std::vector<CacheFinding>* findings);
-  absl::Status CheckFileMemos(std::vector<CacheFinding>* findings);
-  absl::StatusOr<std::vector<std::string>> MemoPaths();
+  absl::Status CheckMemos(std::vector<CacheFinding>* findings);
+  absl::StatusOr<std::vector<std::string>> MemoKeys();
   // Reads every row of a rebuilt file and leaves only whole ones.
   absl::Status Sift(std::vector<CacheFinding>* dropped);
   // First column of every row. Rows whose key is damaged, which no look-up can
@@ -252,6 +316,7 @@ class PlanCache {
   std::string path_;
   std::unique_ptr<Database> database_;
   std::vector<std::string> warnings_;
+  LeaseOwner owner_ = NewLeaseOwner();
 };
 
 }  // namespace kiln

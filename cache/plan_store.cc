@@ -328,7 +328,7 @@ absl::Status PlanCache::WritePlan(const PlanKey& key, const Plan& plan,
     insert.BindBlob(13, digest.AsBytes());
     RETURN_IF_ERROR(insert.Run());
   }
-  return absl::OkStatus();
+  return DropLease(key.digest);
 }
 
 absl::Status PlanCache::PutPlan(const PlanKey& key, const Plan& plan,

@@ -337,7 +337,8 @@ absl::Status PlanCache::WriteProgram(const Program& program) {
   ASSIGN_OR_RETURN(Statement forget,
                    database_->Prepare("DELETE FROM reject WHERE key = ?1"));
   forget.BindBlob(1, columns.key);
-  return forget.Run();
+  RETURN_IF_ERROR(forget.Run());
+  return DropLease(key);
 }
 
 absl::Status PlanCache::PutPrograms(absl::Span<const Program> programs) {
@@ -452,7 +453,8 @@ absl::Status PlanCache::WriteReject(const Reject& reject) {
   insert.BindText(5, columns.log);
   BindProvenance(columns.provenance, 6, &insert);
   insert.BindBlob(10, row_digest.AsBytes());
-  return insert.Run();
+  RETURN_IF_ERROR(insert.Run());
+  return DropLease(reject.key);
 }
 
 absl::Status PlanCache::PutRejects(absl::Span<const Reject> rejects) {

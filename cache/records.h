@@ -4,6 +4,7 @@
 #define KILN_CACHE_RECORDS_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -111,13 +112,77 @@ struct CacheStats {
   std::vector<TableStats> tables;  // sorted by name
 };
 
-// What a file turned out to be.
-struct FileMemo {
-  std::string name = {};     // "nvrtc"
-  std::string version = {};  // "13.0.88"
-  Digest content = {};       // SHA-256 of the bytes
+// What Merge does where both caches answer a key, but not alike.
+enum class ConflictChoice { kRefuse, kKeepOurs, kTakeTheirs };
 
-  bool operator==(const FileMemo&) const = default;
+struct MergeOptions {
+  // Takes only these plans, with their evidence and programs; everything when
+  // absent.
+  std::optional<std::vector<Digest>> plans = std::nullopt;
+  ConflictChoice choice = ConflictChoice::kRefuse;
+  bool dry_run = false;
+};
+
+// Two answers to one key.
+struct MergeConflict {
+  std::string table = {};  // "program" or "plan"
+  std::string key = {};    // hexadecimal
+  std::string ours = {};   // one line each
+  std::string theirs = {};
+
+  bool operator==(const MergeConflict&) const = default;
+};
+
+struct MergeReport {
+  size_t programs_added = 0;
+  size_t plans_added = 0;
+  size_t rejects_added = 0;
+  // Answered alike, or better here: a measured plan is better than a predicted
+  // one.
+  size_t kept = 0;
+  std::vector<MergeConflict> conflicts;
+  // Rows of the source that are damaged or lack a program; not taken.
+  std::vector<CacheFinding> skipped;
+  // False after a dry run, and when conflicts were refused.
+  bool stored = false;
+};
+
+struct ExportReport {
+  uint64_t bytes = 0;
+  Digest digest = {};  // SHA-256 of the file
+  size_t plans = 0;
+  size_t programs = 0;
+};
+
+struct GcOptions {
+  // Never removed, with their programs: plans in use.
+  std::vector<Digest> root_plans = {};
+  // Never removed, nor are plans that need no others: programs of bundles.
+  std::vector<Digest> root_programs = {};
+  // Size that the file is to shrink to, in bytes.
+  std::optional<int64_t> bytes_max = std::nullopt;
+  // Rows that were made longer ago go, in seconds.
+  std::optional<int64_t> age_max = std::nullopt;
+  bool dry_run = false;
+};
+
+// A row that garbage collection removes.
+struct GcItem {
+  std::string table = {};
+  std::string key = {};  // hexadecimal
+  int64_t bytes = 0;     // of its columns and its binary
+  int64_t created_unix = 0;
+  std::string reason = {};  // "age", "size" or "unused"
+
+  bool operator==(const GcItem&) const = default;
+};
+
+struct GcReport {
+  std::vector<GcItem> removed;  // in the order of removal
+  int64_t bytes_before = 0;     // of the file
+  int64_t bytes_after = 0;      // estimated in a dry run
+  size_t plans_kept = 0;
+  size_t programs_kept = 0;
 };
 
 }  // namespace kiln

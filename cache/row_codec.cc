@@ -105,16 +105,19 @@ std::string EncodeRow(const MeasurementColumns& row) {
 }
 
 std::string EncodeRow(const MemoColumns& row) {
-  CanonicalEncoder encoder("kiln.cache.file_memo/1");
-  encoder.Text("path", row.path)
-      .Number("size", row.size)
-      .Number("mtime_ns", row.mtime_ns)
-      .Number("ctime_ns", row.ctime_ns)
-      .Number("device", row.device)
-      .Number("inode", row.inode)
-      .Text("name", row.name)
-      .Text("version", row.version)
-      .Text("content", row.content);
+  CanonicalEncoder encoder("kiln.cache.memo/1");
+  encoder.Text("key", row.key).Text("value", row.value);
+  return encoder.bytes();
+}
+
+std::string EncodeRow(const LeaseColumns& row) {
+  CanonicalEncoder encoder("kiln.cache.lease/1");
+  encoder.Text("key", row.key)
+      .Text("boot", row.boot)
+      .Number("pid", row.pid)
+      .Number("start_ticks", row.start_ticks)
+      .Number("token", row.token)
+      .Number("expires_unix", row.expires_unix);
   return encoder.bytes();
 }
 

@@ -72,15 +72,17 @@ struct MeasurementColumns {
 };
 
 struct MemoColumns {
-  absl::string_view path = {};
-  int64_t size = 0;
-  int64_t mtime_ns = 0;
-  int64_t ctime_ns = 0;
-  int64_t device = 0;
-  int64_t inode = 0;
-  absl::string_view name = {};
-  absl::string_view version = {};
-  absl::string_view content = {};
+  absl::string_view key = {};
+  absl::string_view value = {};
+};
+
+struct LeaseColumns {
+  absl::string_view key = {};
+  absl::string_view boot = {};
+  int64_t pid = 0;
+  int64_t start_ticks = 0;
+  int64_t token = 0;
+  int64_t expires_unix = 0;
 };
 
 // CanonicalEncoder bytes whose SHA-256 is the row's digest.
@@ -89,6 +91,7 @@ std::string EncodeRow(const RejectColumns& row);
 std::string EncodeRow(const PlanColumns& row);
 std::string EncodeRow(const MeasurementColumns& row);
 std::string EncodeRow(const MemoColumns& row);
+std::string EncodeRow(const LeaseColumns& row);
 
 // One line per kernel, fields separated by one space:
 //   entry registers static_shared local max_threads param_bytes params

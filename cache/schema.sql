@@ -101,18 +101,24 @@ CREATE TABLE measurement (
   UNIQUE (plan_id, position)
 ) STRICT;
 
--- What a file turned out to be, so that a compiler library of 100 MB is hashed
--- once. A hint, never part of a key.
-CREATE TABLE file_memo (
-  path BLOB PRIMARY KEY,
-  size INTEGER NOT NULL,
-  mtime_ns INTEGER NOT NULL,
-  ctime_ns INTEGER NOT NULL,
-  device INTEGER NOT NULL,
-  inode INTEGER NOT NULL,
-  name TEXT NOT NULL,
-  version TEXT NOT NULL,
-  content BLOB NOT NULL,
+-- Small values that are costly to find out, for example what compiler a library
+-- of 100 MB is. Hints, never part of a key; whoever stores one chooses a key
+-- that stands for everything the value depends on.
+CREATE TABLE memo (
+  key BLOB PRIMARY KEY,
+  value BLOB NOT NULL,
+  row_digest BLOB NOT NULL
+) STRICT, WITHOUT ROWID;
+
+-- Work that a process is doing now, by the key of its result. A row whose owner
+-- is gone or whose time is over counts as absent.
+CREATE TABLE lease (
+  key BLOB PRIMARY KEY CHECK (length(key) = 32),
+  boot TEXT NOT NULL,
+  pid INTEGER NOT NULL,
+  start_ticks INTEGER NOT NULL,
+  token INTEGER NOT NULL,
+  expires_unix INTEGER NOT NULL,
   row_digest BLOB NOT NULL
 ) STRICT, WITHOUT ROWID;
 

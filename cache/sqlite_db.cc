@@ -223,6 +223,19 @@ bool Database::in_transaction() const {
   return sqlite3_get_autocommit(handle_) == 0;
 }
 
+absl::StatusOr<std::string> Database::Serialize() {
+  sqlite3_int64 size = 0;
+  unsigned char* bytes = sqlite3_serialize(handle_, "main", &size, 0);
+  if (bytes == nullptr) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "no memory for a copy of ", options_.path, " of ", size, " bytes"));
+  }
+  std::string copy(reinterpret_cast<const char*>(bytes),
+                   static_cast<size_t>(size));
+  sqlite3_free(bytes);
+  return copy;
+}
+
 absl::Status Database::ReplaceWith(Database* source) {
   sqlite3_backup* backup =
       sqlite3_backup_init(handle_, "main", source->handle_, "main");

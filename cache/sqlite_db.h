@@ -119,6 +119,9 @@ class Database {
   // transaction of its own; neither may be inside a transaction.
   absl::Status ReplaceWith(Database* source);
 
+  // The bytes that a file of this database has.
+  absl::StatusOr<std::string> Serialize();
+
   const std::string& path() const { return options_.path; }
 
  private:

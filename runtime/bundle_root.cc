@@ -14,21 +14,45 @@ struct Node {
   uint8_t digest[KILN_SHA256_BYTES];
 };
 
-Node HashLeaf(const uint8_t* data, size_t bytes, bool first) {
+Node Finish(kiln_sha256_t* hash) {
+  Node node;
+  kiln_sha256_final(hash, node.digest);
+  return node;
+}
+
+void BeginLeaf(kiln_sha256_t* hash) {
+  kiln_sha256_init(hash);
+  kiln_sha256_update(hash, &kLeaf, 1);
+}
+
+// The first leaf holds the root's own place.
+Node HashFirstLeaf(const uint8_t* data, size_t bytes) {
   static const uint8_t kZero[KILN_SHA256_BYTES] = {};
   kiln_sha256_t hash;
-  kiln_sha256_init(&hash);
-  kiln_sha256_update(&hash, &kLeaf, 1);
-  if (first) {
-    kiln_sha256_update(&hash, data, kRootBegin);
-    kiln_sha256_update(&hash, kZero, sizeof(kZero));
-    kiln_sha256_update(&hash, data + kRootEnd, bytes - kRootEnd);
-  } else {
-    kiln_sha256_update(&hash, data, bytes);
-  }
-  Node node;
-  kiln_sha256_final(&hash, node.digest);
-  return node;
+  BeginLeaf(&hash);
+  kiln_sha256_update(&hash, data, kRootBegin);
+  kiln_sha256_update(&hash, kZero, sizeof(kZero));
+  kiln_sha256_update(&hash, data + kRootEnd, bytes - kRootEnd);
+  return Finish(&hash);
+}
+
+Node HashLeaf(const uint8_t* data, size_t bytes) {
+  kiln_sha256_t hash;
+  BeginLeaf(&hash);
+  kiln_sha256_update(&hash, data, bytes);
+  return Finish(&hash);
+}
+
+// Two full leaves that follow each other.
+void HashLeaves(const uint8_t* data, Node* nodes) {
+  kiln_sha256_t first;
+  kiln_sha256_t second;
+  BeginLeaf(&first);
+  BeginLeaf(&second);
+  kiln_sha256_update_pair(&first, data, &second, data + KILN_FORMAT_LEAF_BYTES,
+                          KILN_FORMAT_LEAF_BYTES);
+  nodes[0] = Finish(&first);
+  nodes[1] = Finish(&second);
 }
 
 Node HashNode(const Node& left, const Node& right) {
@@ -51,18 +75,29 @@ extern "C" void kiln_bundle_root(const void* data, size_t bytes,
   // largest power of two, as the definition asks.
   Node stack[64];
   size_t depth = 0;
-  const uint8_t* in = static_cast<const uint8_t*>(data);
   uint64_t leaves = 0;
-  for (size_t at = 0; at < bytes; at += KILN_FORMAT_LEAF_BYTES) {
-    const size_t left = bytes - at;
-    const size_t take =
-        left < KILN_FORMAT_LEAF_BYTES ? left : KILN_FORMAT_LEAF_BYTES;
-    stack[depth++] = HashLeaf(in + at, take, at == 0);
+  const auto push = [&](const Node& leaf) {
+    stack[depth++] = leaf;
     ++leaves;
     for (uint64_t n = leaves; n % 2 == 0; n /= 2) {
       stack[depth - 2] = HashNode(stack[depth - 2], stack[depth - 1]);
       --depth;
     }
+  };
+  constexpr size_t kBytes = KILN_FORMAT_LEAF_BYTES;
+  const uint8_t* in = static_cast<const uint8_t*>(data);
+  size_t at = bytes < kBytes ? bytes : kBytes;
+  push(HashFirstLeaf(in, at));
+  for (; bytes - at >= 2 * kBytes; at += 2 * kBytes) {
+    Node nodes[2];
+    HashLeaves(in + at, nodes);
+    push(nodes[0]);
+    push(nodes[1]);
+  }
+  while (at < bytes) {
+    const size_t take = bytes - at < kBytes ? bytes - at : kBytes;
+    push(HashLeaf(in + at, take));
+    at += take;
   }
   while (depth > 1) {
     stack[depth - 2] = HashNode(stack[depth - 2], stack[depth - 1]);

@@ -250,22 +250,34 @@ kiln_status_t Destroy(Modules* modules, kiln_error_t* error) {
 }  // namespace
 
 uint64_t HashName(const char* name, size_t bytes) {
-  // Eight bytes per step; odd multiplier of high entropy, then fold.
+  // Eight bytes per step. A product carries upwards only, so its high half is
+  // folded down each time, and once more at the end: names that differ in their
+  // last characters, which are the high bytes of a word, must differ in the low
+  // bits that choose a bucket.
   constexpr uint64_t kMultiplier = 0x9E3779B97F4A7C15u;
   uint64_t hash = bytes * kMultiplier;
-  while (bytes >= 8) {
+  const auto mix = [&hash](uint64_t word) {
+    hash = (hash ^ word) * kMultiplier;
+    hash ^= hash >> 32;
+  };
+  for (; bytes >= 8; name += 8, bytes -= 8) {
     uint64_t word;
     memcpy(&word, name, 8);
-    hash = (hash ^ word) * kMultiplier;
-    hash ^= hash >> 29;
-    name += 8;
-    bytes -= 8;
+    mix(word);
   }
-  if (bytes > 0) {
-    uint64_t word = 0;
-    memcpy(&word, name, bytes);
-    hash = (hash ^ word) * kMultiplier;
+  // Fixed sizes, which compile to loads; the halves may overlap.
+  if (bytes >= 4) {
+    uint32_t head;
+    uint32_t tail;
+    memcpy(&head, name, 4);
+    memcpy(&tail, name + bytes - 4, 4);
+    mix(uint64_t{head} << 32 | tail);
+  } else if (bytes > 0) {
+    mix(uint64_t{static_cast<uint8_t>(name[0])} << 16 |
+        uint64_t{static_cast<uint8_t>(name[bytes / 2])} << 8 |
+        static_cast<uint8_t>(name[bytes - 1]));
   }
+  hash *= kMultiplier;
   return hash ^ (hash >> 32);
 }
 

@@ -71,57 +71,82 @@ void CompressPortable(uint32_t* state, const uint8_t* data, size_t blocks) {
 
 #if defined(__x86_64__)
 
-// The SHA256RNDS2 instruction keeps the state as the pairs ABEF and CDGH
-// (Intel SDM vol. 2, SHA256RNDS2); two rounds per instruction.
-__attribute__((target("sha,sse4.1,ssse3"))) void CompressExtensions(
-    uint32_t* state, const uint8_t* data, size_t blocks) {
+// Blocks of kLanes independent messages, interleaved: one message alone waits
+// for the latency of SHA256RNDS2, a second one fills the gaps.
+//
+// That instruction keeps the state as the pairs ABEF and CDGH (Intel SDM
+// vol. 2, SHA256RNDS2); two rounds per instruction.
+template <int kLanes>
+__attribute__((target("sha,sse4.1,ssse3"))) inline void CompressLanes(
+    uint32_t* const* states, const uint8_t* const* data, size_t blocks) {
   const __m128i swap =
       _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
-  // state = a b c d | e f g h (ascending lanes).
-  __m128i dcba = _mm_loadu_si128(reinterpret_cast<const __m128i*>(state));
-  __m128i hgfe = _mm_loadu_si128(reinterpret_cast<const __m128i*>(state + 4));
-  const __m128i cdab = _mm_shuffle_epi32(dcba, 0xB1);
-  const __m128i efgh = _mm_shuffle_epi32(hgfe, 0x1B);
-  __m128i abef = _mm_alignr_epi8(cdab, efgh, 8);
-  __m128i cdgh = _mm_blend_epi16(efgh, cdab, 0xF0);
-
-  for (; blocks > 0; --blocks, data += 64) {
-    const __m128i abef_in = abef;
-    const __m128i cdgh_in = cdgh;
-    __m128i w[4];
-    for (int i = 0; i < 4; ++i) {
-      w[i] = _mm_shuffle_epi8(
-          _mm_loadu_si128(reinterpret_cast<const __m128i*>(data + 16 * i)),
-          swap);
-    }
-    for (int i = 0; i < 16; ++i) {
-      const __m128i schedule = w[i & 3];
-      __m128i sum = _mm_add_epi32(
-          schedule,
-          _mm_loadu_si128(reinterpret_cast<const __m128i*>(kRound + 4 * i)));
-      cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sum);
-      sum = _mm_shuffle_epi32(sum, 0x0E);
-      abef = _mm_sha256rnds2_epu32(abef, cdgh, sum);
-      if (i < 12) {
-        // Words 4i+16 .. 4i+19 from the four groups now in the ring.
-        const __m128i w1 = w[(i + 1) & 3];
-        const __m128i w2 = w[(i + 2) & 3];
-        const __m128i w3 = w[(i + 3) & 3];
-        __m128i next = _mm_sha256msg1_epu32(schedule, w1);
-        next = _mm_add_epi32(next, _mm_alignr_epi8(w3, w2, 4));
-        w[i & 3] = _mm_sha256msg2_epu32(next, w3);
-      }
-    }
-    abef = _mm_add_epi32(abef, abef_in);
-    cdgh = _mm_add_epi32(cdgh, cdgh_in);
+  __m128i abef[kLanes];
+  __m128i cdgh[kLanes];
+  for (int l = 0; l < kLanes; ++l) {
+    // state = a b c d | e f g h (ascending lanes).
+    const auto* state = reinterpret_cast<const __m128i*>(states[l]);
+    const __m128i cdab = _mm_shuffle_epi32(_mm_loadu_si128(state), 0xB1);
+    const __m128i efgh = _mm_shuffle_epi32(_mm_loadu_si128(state + 1), 0x1B);
+    abef[l] = _mm_alignr_epi8(cdab, efgh, 8);
+    cdgh[l] = _mm_blend_epi16(efgh, cdab, 0xF0);
   }
 
-  const __m128i feba = _mm_shuffle_epi32(abef, 0x1B);
-  const __m128i dchg = _mm_shuffle_epi32(cdgh, 0xB1);
-  dcba = _mm_blend_epi16(feba, dchg, 0xF0);
-  hgfe = _mm_alignr_epi8(dchg, feba, 8);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(state), dcba);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(state + 4), hgfe);
+  for (size_t block = 0; block < blocks; ++block) {
+    __m128i abef_in[kLanes];
+    __m128i cdgh_in[kLanes];
+    __m128i w[kLanes][4];
+    for (int l = 0; l < kLanes; ++l) {
+      abef_in[l] = abef[l];
+      cdgh_in[l] = cdgh[l];
+      const auto* in = reinterpret_cast<const __m128i*>(data[l] + 64 * block);
+      for (int i = 0; i < 4; ++i) {
+        w[l][i] = _mm_shuffle_epi8(_mm_loadu_si128(in + i), swap);
+      }
+    }
+    for (int i = 0; i < 16; ++i) {
+      const __m128i round =
+          _mm_loadu_si128(reinterpret_cast<const __m128i*>(kRound + 4 * i));
+      for (int l = 0; l < kLanes; ++l) {
+        const __m128i schedule = w[l][i & 3];
+        __m128i sum = _mm_add_epi32(schedule, round);
+        cdgh[l] = _mm_sha256rnds2_epu32(cdgh[l], abef[l], sum);
+        sum = _mm_shuffle_epi32(sum, 0x0E);
+        abef[l] = _mm_sha256rnds2_epu32(abef[l], cdgh[l], sum);
+        if (i < 12) {
+          // Words 4i+16 .. 4i+19 from the four groups now in the ring.
+          const __m128i w1 = w[l][(i + 1) & 3];
+          const __m128i w2 = w[l][(i + 2) & 3];
+          const __m128i w3 = w[l][(i + 3) & 3];
+          __m128i next = _mm_sha256msg1_epu32(schedule, w1);
+          next = _mm_add_epi32(next, _mm_alignr_epi8(w3, w2, 4));
+          w[l][i & 3] = _mm_sha256msg2_epu32(next, w3);
+        }
+      }
+    }
+    for (int l = 0; l < kLanes; ++l) {
+      abef[l] = _mm_add_epi32(abef[l], abef_in[l]);
+      cdgh[l] = _mm_add_epi32(cdgh[l], cdgh_in[l]);
+    }
+  }
+
+  for (int l = 0; l < kLanes; ++l) {
+    const __m128i feba = _mm_shuffle_epi32(abef[l], 0x1B);
+    const __m128i dchg = _mm_shuffle_epi32(cdgh[l], 0xB1);
+    auto* state = reinterpret_cast<__m128i*>(states[l]);
+    _mm_storeu_si128(state, _mm_blend_epi16(feba, dchg, 0xF0));
+    _mm_storeu_si128(state + 1, _mm_alignr_epi8(dchg, feba, 8));
+  }
+}
+
+__attribute__((target("sha,sse4.1,ssse3"))) void CompressExtensions(
+    uint32_t* state, const uint8_t* data, size_t blocks) {
+  CompressLanes<1>(&state, &data, blocks);
+}
+
+__attribute__((target("sha,sse4.1,ssse3"))) void CompressPairExtensions(
+    uint32_t* const* states, const uint8_t* const* data, size_t blocks) {
+  CompressLanes<2>(states, data, blocks);
 }
 
 bool HasExtensions() {
@@ -136,16 +161,29 @@ bool HasExtensions() {
 
 #endif
 
-using Compress = void (*)(uint32_t*, const uint8_t*, size_t);
-
-Compress Choose() {
-#if defined(__x86_64__)
-  if (HasExtensions()) return CompressExtensions;
-#endif
-  return CompressPortable;
+void CompressPairPortable(uint32_t* const* states, const uint8_t* const* data,
+                          size_t blocks) {
+  for (int l = 0; l < 2; ++l) CompressPortable(states[l], data[l], blocks);
 }
 
-Compress g_compress = Choose();
+struct Functions {
+  void (*compress)(uint32_t* state, const uint8_t* data, size_t blocks);
+  void (*compress_pair)(uint32_t* const* states, const uint8_t* const* data,
+                        size_t blocks);
+};
+
+constexpr Functions kPortable = {CompressPortable, CompressPairPortable};
+
+Functions Choose() {
+#if defined(__x86_64__)
+  if (HasExtensions()) return {CompressExtensions, CompressPairExtensions};
+#endif
+  return kPortable;
+}
+
+// Constant at first: other files hash in their static initialisers.
+Functions g_functions = kPortable;
+[[maybe_unused]] const bool g_chosen = (g_functions = Choose(), true);
 
 }  // namespace
 
@@ -170,12 +208,38 @@ void kiln_sha256_update(kiln_sha256_t* hash, const void* data, size_t bytes) {
     in += take;
     bytes -= take;
     if (held + take < 64) return;
-    g_compress(hash->state, hash->block, 1);
+    g_functions.compress(hash->state, hash->block, 1);
   }
   const size_t blocks = bytes / 64;
-  if (blocks != 0) g_compress(hash->state, in, blocks);
+  if (blocks != 0) g_functions.compress(hash->state, in, blocks);
   const size_t rest = bytes % 64;
   if (rest != 0) memcpy(hash->block, in + blocks * 64, rest);
+}
+
+void kiln_sha256_update_pair(kiln_sha256_t* first, const void* first_data,
+                             kiln_sha256_t* second, const void* second_data,
+                             size_t bytes) {
+  const auto* a = static_cast<const uint8_t*>(first_data);
+  const auto* b = static_cast<const uint8_t*>(second_data);
+  const size_t held = static_cast<size_t>(first->bytes % 64);
+  // Up to a block boundary, which both reach together.
+  const size_t head = held == 0 ? 0 : (bytes < 64 - held ? bytes : 64 - held);
+  if (second->bytes % 64 != held || bytes - head < 64) {
+    kiln_sha256_update(first, a, bytes);
+    kiln_sha256_update(second, b, bytes);
+    return;
+  }
+  kiln_sha256_update(first, a, head);
+  kiln_sha256_update(second, b, head);
+  const size_t blocks = (bytes - head) / 64;
+  uint32_t* const states[2] = {first->state, second->state};
+  const uint8_t* const data[2] = {a + head, b + head};
+  g_functions.compress_pair(states, data, blocks);
+  first->bytes += 64 * blocks;
+  second->bytes += 64 * blocks;
+  const size_t done = head + 64 * blocks;
+  kiln_sha256_update(first, a + done, bytes - done);
+  kiln_sha256_update(second, b + done, bytes - done);
 }
 
 void kiln_sha256_final(kiln_sha256_t* hash, uint8_t* digest) {
@@ -184,14 +248,14 @@ void kiln_sha256_final(kiln_sha256_t* hash, uint8_t* digest) {
   hash->block[held++] = 0x80;
   if (held > 56) {
     memset(hash->block + held, 0, 64 - held);
-    g_compress(hash->state, hash->block, 1);
+    g_functions.compress(hash->state, hash->block, 1);
     held = 0;
   }
   memset(hash->block + held, 0, 56 - held);
   for (int i = 0; i < 8; ++i) {
     hash->block[56 + i] = static_cast<uint8_t>(bits >> (56 - 8 * i));
   }
-  g_compress(hash->state, hash->block, 1);
+  g_functions.compress(hash->state, hash->block, 1);
   for (int i = 0; i < 8; ++i) {
     for (int j = 0; j < 4; ++j) {
       digest[4 * i + j] = static_cast<uint8_t>(hash->state[i] >> (24 - 8 * j));
@@ -207,7 +271,7 @@ void kiln_sha256(const void* data, size_t bytes, uint8_t* digest) {
 }
 
 void kiln_sha256_allow_extensions(int allow) {
-  g_compress = allow ? Choose() : CompressPortable;
+  g_functions = allow ? Choose() : kPortable;
 }
 
 }  // extern "C"

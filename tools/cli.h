@@ -25,6 +25,7 @@ namespace kiln {
 enum ExitCode {
   kExitDone = 0,
   kExitFailed = 1,
+  kExitDifferent = 1,  // of diff
   kExitUsage = 2,
   kExitIncomplete = 3,
   kExitRefused = 4,
@@ -57,15 +58,36 @@ struct PrewarmCommand {
   std::string stop_after;
 };
 
+struct DescribeCommand {
+  std::string checkpoint;
+  std::string output;  // empty = stdout
+  int64_t tensor_parallel = 1;
+};
+
 struct FreezeCommand {
   PlanningOptions planning;
   std::string output;
   bool allow_predicted = false;
+  bool allow_unqualified = false;
 };
 
 struct VerifyCommand {
   std::string file;
   std::string root;
+  std::string key;        // public key file; empty = no signature wanted
+  std::string signature;  // empty = FILE.sig
+};
+
+struct DiffCommand {
+  std::string a;
+  std::string b;
+};
+
+struct SignCommand {
+  std::string file;    // empty with new_key: only make keys
+  std::string key;     // secret key file
+  std::string output;  // empty = FILE.sig
+  bool new_key = false;
 };
 
 struct InspectCommand {
@@ -81,10 +103,13 @@ struct RunCommand {
   int device = 0;
   bool check = false;
   bool allow_predicted = false;
+  bool allow_unqualified = false;
 };
 
 // One verb each, in tools/cmd_*.cc. The status decides the exit code unless a
 // command returns its own.
+absl::StatusOr<int> RunDescribe(const GlobalOptions& global,
+                                const DescribeCommand& command);
 absl::StatusOr<int> RunPlan(const GlobalOptions& global,
                             const PlanningOptions& command);
 absl::StatusOr<int> RunPrewarm(const GlobalOptions& global,
@@ -93,6 +118,10 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
                               const FreezeCommand& command);
 absl::StatusOr<int> RunVerify(const GlobalOptions& global,
                               const VerifyCommand& command);
+absl::StatusOr<int> RunDiff(const GlobalOptions& global,
+                            const DiffCommand& command);
+absl::StatusOr<int> RunSign(const GlobalOptions& global,
+                            const SignCommand& command);
 absl::StatusOr<int> RunInspect(const GlobalOptions& global,
                                const InspectCommand& command);
 absl::StatusOr<int> RunRun(const GlobalOptions& global,

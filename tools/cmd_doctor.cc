@@ -5,8 +5,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "cache/sqlite_db.h"
+#include "templates/registry.h"
 #include "tools/cli.h"
 #include "tuner/device.h"
+#include "tuner/qualification.h"
 
 namespace kiln {
 namespace {
@@ -37,6 +39,27 @@ Json Describe(const DeviceProfile& device) {
   return out;
 }
 
+// Every template with the targets it is qualified for.
+Json Templates() {
+  Json out = Json::array();
+  for (const KernelTemplate* from : AllTemplates()) {
+    const TemplateIdentity identity = {std::string(from->name()),
+                                       from->version(), from->sources()};
+    Json targets = Json::array();
+    for (const QualificationReceipt& receipt : Receipts()) {
+      if (IsQualified(identity, receipt.target, {receipt})) {
+        targets.push_back(receipt.target.ToString());
+      }
+    }
+    out.push_back({{"name", identity.name},
+                   {"version", identity.version},
+                   {"backend", std::string(BackendName(from->backend()))},
+                   {"sources", identity.sources.ToHex()},
+                   {"qualified", std::move(targets)}});
+  }
+  return out;
+}
+
 }  // namespace
 
 absl::StatusOr<int> RunDoctor(const GlobalOptions& global) {
@@ -54,6 +77,7 @@ absl::StatusOr<int> RunDoctor(const GlobalOptions& global) {
   for (const DeviceProfile& device : ListCudaDevices()) {
     out["devices"].push_back(Describe(device));
   }
+  out["templates"] = Templates();
   out["sqlite"] = std::string(SqliteVersion());
   // Looking must not create a cache.
   GlobalOptions read_only = global;
@@ -104,6 +128,16 @@ absl::StatusOr<int> RunDoctor(const GlobalOptions& global) {
                 device["name"].get<std::string>().c_str(),
                 device["target"].get<std::string>().c_str(),
                 device["driver_version"].get<int>());
+  }
+  for (const Json& entry : out["templates"]) {
+    std::string targets;
+    for (const Json& target : entry["qualified"]) {
+      absl::StrAppend(&targets, " ", target.get<std::string>());
+    }
+    std::printf("template      %s v%u, qualified for%s\n",
+                entry["name"].get<std::string>().c_str(),
+                entry["version"].get<unsigned>(),
+                targets.empty() ? " no target" : targets.c_str());
   }
   std::printf("sqlite        %s\n", out["sqlite"].get<std::string>().c_str());
   std::printf(

@@ -19,7 +19,10 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
                    MakePrewarmOptions(global, command.planning));
   ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
   absl::StatusOr<FreezeResult> frozen =
-      Freeze(manifest, options, command.allow_predicted, &cache);
+      Freeze(manifest, options,
+             {.allow_predicted = command.allow_predicted,
+              .allow_unqualified = command.allow_unqualified},
+             &cache);
   for (const std::string& warning : cache.TakeWarnings()) {
     std::fprintf(stderr, "cache: %s\n", warning.c_str());
   }
@@ -38,15 +41,17 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
     out["entries"] = frozen->entries;
     out["plans"] = frozen->plans;
     out["predicted"] = frozen->predicted;
+    out["unqualified"] = frozen->unqualified;
     out["programs"] = frozen->programs;
     std::printf("%s\n", out.dump().c_str());
   } else {
     std::printf(
-        "%s: %s, %zu entries, %zu plans (%zu predicted), %zu "
+        "%s: %s, %zu entries, %zu plans (%zu predicted, %zu "
+        "unqualified), %zu "
         "programs\nroot %s\n",
         command.output.c_str(), FormatBytes(frozen->bytes.size()).c_str(),
-        frozen->entries, frozen->plans, frozen->predicted, frozen->programs,
-        frozen->root.ToHex().c_str());
+        frozen->entries, frozen->plans, frozen->predicted, frozen->unqualified,
+        frozen->programs, frozen->root.ToHex().c_str());
   }
   return kExitDone;
 }

@@ -201,8 +201,9 @@ absl::StatusOr<int> RunRun(const GlobalOptions& global,
                    BundleView::Open(command.file, std::nullopt));
   ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
                    ChooseDevice(bundle, command));
-  uint32_t flags = KILN_LOAD_ALLOW_UNQUALIFIED;
+  uint32_t flags = 0;
   if (command.allow_predicted) flags |= KILN_LOAD_ALLOW_PREDICTED;
+  if (command.allow_unqualified) flags |= KILN_LOAD_ALLOW_UNQUALIFIED;
   ASSIGN_OR_RETURN(
       LoadedPlan plan,
       LoadedPlan::Open(device.get(), bundle.handle(), command.entry, flags));

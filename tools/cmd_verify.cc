@@ -11,6 +11,7 @@
 #include "compiler/base/status_macros.h"
 #include "tools/bundle_view.h"
 #include "tools/cli.h"
+#include "tools/signature.h"
 
 namespace kiln {
 namespace {
@@ -47,6 +48,17 @@ absl::StatusOr<int> RunVerify(const GlobalOptions& global,
   ASSIGN_OR_RETURN(const BundleView bundle,
                    BundleView::Open(command.file, root));
   RETURN_IF_ERROR(CheckBinaryDigests(bundle));
+  std::string signer;
+  if (!command.key.empty()) {
+    const std::string signature = command.signature.empty()
+                                      ? absl::StrCat(command.file, ".sig")
+                                      : command.signature;
+    ASSIGN_OR_RETURN(signer,
+                     CheckSignature(bundle.Root(), signature, command.key));
+  } else if (!command.signature.empty()) {
+    return absl::InvalidArgumentError(
+        "--signature needs --key, the public key to check it with");
+  }
   const bool predicted = (bundle.info().flags & KILN_CONTAINS_PREDICTED) != 0;
   if (global.json) {
     nlohmann::ordered_json out;
@@ -56,6 +68,7 @@ absl::StatusOr<int> RunVerify(const GlobalOptions& global,
     out["format_version"] = bundle.info().format_version;
     out["sections"] = bundle.info().section_count;
     out["predicted"] = predicted;
+    if (!signer.empty()) out["signed_by"] = signer;
     out["verified"] = true;
     std::printf("%s\n", out.dump().c_str());
   } else {
@@ -65,6 +78,7 @@ absl::StatusOr<int> RunVerify(const GlobalOptions& global,
                 bundle.info().section_count,
                 predicted ? ", contains predicted plans" : "",
                 bundle.Root().ToHex().c_str());
+    if (!signer.empty()) std::printf("signed by %s\n", signer.c_str());
   }
   return kExitDone;
 }

@@ -49,7 +49,7 @@ BOX_OF_PATH = [(re.compile(pattern), box) for pattern, box in [
     (r"cache/", "cache"),
     (r"tuner/(planner|cost_model)", "planner"),
     (r"tuner/(device|loaded_plan|op_bench|racer|selection|verifier)", "racer"),
-    (r"tuner/(bundle_check|freeze|prewarm)", "prewarm"),
+    (r"tuner/(bundle_check|freeze|prewarm|qualification)", "prewarm"),
     (r"tools/", "tools"),
     (r"tests/", "tests"),
 ]]

@@ -69,8 +69,24 @@ int Run(int argc, char** argv) {
 
   Verb chosen;
 
-  kiln::PlanningOptions plan;
+  kiln::DescribeCommand describe;
   CLI::App* verb = app.add_subcommand(
+      "describe", "Write the manifest of a checkpoint; reads no weights");
+  verb->add_option("checkpoint", describe.checkpoint,
+                   "Folder with config.json and safetensors files")
+      ->required();
+  verb->add_option("-o,--output", describe.output,
+                   "Manifest to write (default: stdout)")
+      ->type_name("FILE");
+  verb->add_option("--tp", describe.tensor_parallel,
+                   "Ranks that share each expert (default 1)")
+      ->type_name("N")
+      ->check(CLI::Range(1, 4096));
+  verb->callback(
+      [&] { chosen = [&] { return RunDescribe(global, describe); }; });
+
+  kiln::PlanningOptions plan;
+  verb = app.add_subcommand(
       "plan", "Requests, intervals, candidates and rejects; compiles nothing");
   AddPlanning(verb, &plan);
   verb->callback([&] { chosen = [&] { return RunPlan(global, plan); }; });
@@ -104,6 +120,9 @@ int Run(int argc, char** argv) {
       ->required();
   verb->add_flag("--allow-predicted", freeze.allow_predicted,
                  "Accept plans that never ran; the bundle says so");
+  verb->add_flag("--allow-unqualified", freeze.allow_unqualified,
+                 "Accept templates that have not passed the suite on a device "
+                 "of the target; the bundle says so");
   verb->callback([&] { chosen = [&] { return RunFreeze(global, freeze); }; });
 
   kiln::VerifyCommand verify;
@@ -111,7 +130,40 @@ int Run(int argc, char** argv) {
   verb->add_option("file", verify.file, "Bundle")->required();
   verb->add_option("--root", verify.root, "Root that the bundle must have")
       ->type_name("HEX");
+  verb->add_option("--key", verify.key,
+                   "Public key whose signature the root must carry")
+      ->type_name("PUB");
+  verb->add_option("--signature", verify.signature,
+                   "Signature to check with --key (default FILE.sig)")
+      ->type_name("SIG");
   verb->callback([&] { chosen = [&] { return RunVerify(global, verify); }; });
+
+  kiln::DiffCommand diff;
+  verb = app.add_subcommand(
+      "diff",
+      "What changed from bundle A to B: entries, intervals, plans, "
+      "evidence, programs");
+  verb->add_option("a", diff.a, "Bundle")->required();
+  verb->add_option("b", diff.b, "Bundle")->required();
+  verb->footer(
+      "Exit codes: 0 equal, 1 different, 2 no such file, 4 not a whole "
+      "bundle.");
+  verb->callback([&] { chosen = [&] { return RunDiff(global, diff); }; });
+
+  kiln::SignCommand sign;
+  verb = app.add_subcommand(
+      "sign", "Write an Ed25519 signature of a bundle's root beside it");
+  verb->add_option("file", sign.file,
+                   "Bundle (may be left out with --new-key)");
+  verb->add_option("--key", sign.key,
+                   "Secret key file; mode 0600 and yours, or refused")
+      ->type_name("SEC")
+      ->required();
+  verb->add_flag("--new-key", sign.new_key,
+                 "Make SEC and SEC.pub first; neither may exist");
+  verb->add_option("-o,--output", sign.output, "Signature (default FILE.sig)")
+      ->type_name("SIG");
+  verb->callback([&] { chosen = [&] { return RunSign(global, sign); }; });
 
   kiln::InspectCommand inspect;
   verb = app.add_subcommand("inspect", "Show what a bundle contains");
@@ -141,6 +193,8 @@ int Run(int argc, char** argv) {
                  "replay on changed inputs and routes");
   verb->add_flag("--allow-predicted", run.allow_predicted,
                  "Load plans that never ran");
+  verb->add_flag("--allow-unqualified", run.allow_unqualified,
+                 "Load plans of templates without a qualification");
   verb->callback([&] { chosen = [&] { return RunRun(global, run); }; });
 
   verb = app.add_subcommand("doctor", "What Kiln finds on this machine");
@@ -154,7 +208,14 @@ int Run(int argc, char** argv) {
       app.exit(error);
       return kiln::kExitDone;
     }
-    std::fprintf(stderr, "kiln: %s; see kiln --help\n", error.what());
+    // A word that is no verb is reported as a verb that is missing.
+    const bool no_verb =
+        app.get_subcommands().empty() && argc > 1 && !app.remaining().empty();
+    std::fprintf(
+        stderr, "kiln: %s; see kiln --help\n",
+        no_verb ? ("unknown verb or option \"" + app.remaining().front() + "\"")
+                      .c_str()
+                : error.what());
     return kiln::kExitUsage;
   }
   const absl::StatusOr<int> result = chosen();

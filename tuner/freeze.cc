@@ -10,6 +10,7 @@
 #include "absl/strings/str_join.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/bundle_writer.h"
+#include "templates/registry.h"
 #include "tuner/bundle_check.h"
 
 namespace kiln {
@@ -20,6 +21,19 @@ std::string IntervalName(const ResolvedInterval& resolved,
   return absl::StrCat(absl::StrJoin(resolved.names, ","), " m ",
                       resolved.interval.m_min, "..", resolved.interval.m_max,
                       " on ", target.ToString());
+}
+
+// The template behind a plan as it is in this build; unknown names and other
+// versions have an identity that no receipt has.
+TemplateIdentity IdentityOf(const Plan& plan) {
+  TemplateIdentity identity;
+  identity.name = plan.body.template_name;
+  identity.version = plan.body.template_version;
+  const KernelTemplate* from = FindTemplate(identity.name);
+  if (from != nullptr && from->version() == identity.version) {
+    identity.sources = from->sources();
+  }
+  return identity;
 }
 
 // The stored plan of an interval. On a machine without the device, a plan that
@@ -41,7 +55,8 @@ absl::StatusOr<Plan> StoredPlanOf(const ResolvedInterval& resolved,
 
 absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
                                     const PrewarmOptions& options,
-                                    bool allow_predicted, PlanCache* cache) {
+                                    const FreezePolicy& policy,
+                                    PlanCache* cache) {
   ASSIGN_OR_RETURN(const std::vector<PlannedRequest> requests,
                    Canonicalize(manifest, options.capacity_max));
   std::vector<TargetContext> contexts;
@@ -57,17 +72,31 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
   std::vector<BundleSection> sections(contexts.size());
   std::vector<std::map<std::string, BundleEntry>> entries(contexts.size());
   std::vector<std::set<Digest>> needed(contexts.size());
+  std::vector<std::set<std::string>> unqualified(contexts.size());
   for (const ResolvedInterval& resolved : intervals) {
     const Target& target = contexts[resolved.context].target;
     ASSIGN_OR_RETURN(const Plan plan, StoredPlanOf(resolved, target, cache));
     if (plan.evidence.state == PlanState::kPredicted) {
       ++result.predicted;
-      if (!allow_predicted) {
+      if (!policy.allow_predicted) {
         return absl::FailedPreconditionError(absl::StrCat(
             "the plan for ", IntervalName(resolved, target),
             " is predicted: it never ran on the device; prewarm on a machine "
             "that has it, or pass --allow-predicted"));
       }
+    }
+    if (!IsQualified(IdentityOf(plan), target, policy.receipts)) {
+      ++result.unqualified;
+      if (!policy.allow_unqualified) {
+        return absl::FailedPreconditionError(
+            absl::StrCat("template ", plan.body.template_name,
+                         " of the plan for ", IntervalName(resolved, target),
+                         " has no qualification for ", target.ToString(),
+                         ": as it stands it has not passed the suite on "
+                         "such a device; run tools/qualify.py on one, or pass "
+                         "--allow-unqualified"));
+      }
+      unqualified[resolved.context].insert(plan.body.template_name);
     }
     ++result.plans;
     needed[resolved.context].insert(plan.programs.begin(), plan.programs.end());
@@ -83,6 +112,8 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
     section.target = contexts[i].target;
     section.driver_version_min =
         section.target.backend == Backend::kCuda ? kDriverVersionMin : 0;
+    section.unqualified_templates.assign(unqualified[i].begin(),
+                                         unqualified[i].end());
     for (auto& [name, entry] : entries[i]) {
       section.entries.push_back(std::move(entry));
     }
@@ -101,8 +132,10 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
     result.programs += section.programs.size();
     result.entries += section.entries.size();
   }
-  ASSIGN_OR_RETURN(result.bytes,
-                   WriteBundle(sections, {.allow_predicted = allow_predicted}));
+  ASSIGN_OR_RETURN(
+      result.bytes,
+      WriteBundle(sections, {.allow_predicted = policy.allow_predicted,
+                             .allow_unqualified = policy.allow_unqualified}));
   RETURN_IF_ERROR(CheckBundleMatches(result.bytes, sections));
   ASSIGN_OR_RETURN(result.root, BundleRoot(result.bytes));
   return result;

@@ -13,6 +13,7 @@
 #include "compiler/base/digest.h"
 #include "compiler/spec/manifest.h"
 #include "tuner/prewarm.h"
+#include "tuner/qualification.h"
 
 namespace kiln {
 
@@ -26,18 +27,28 @@ struct FreezeResult {
   size_t entries = 0;
   size_t plans = 0;
   size_t predicted = 0;
+  size_t unqualified = 0;  // plans of templates without a qualification
   size_t programs = 0;
+};
+
+// What a bundle may contain, and what counts as qualified.
+struct FreezePolicy {
+  bool allow_predicted = false;    // plans that never ran
+  bool allow_unqualified = false;  // templates without a qualification
+  std::vector<QualificationReceipt> receipts = Receipts();
 };
 
 // Builds the bundle of every request of the manifest on every target. Equal
 // caches give equal bytes.
 //   Errors: NotFound when an interval has no stored plan, naming it and the
-//   command that makes one; FailedPrecondition for predicted plans without
-//   allow_predicted; DataLoss when a program is damaged; Internal when the file
-//   does not read back as it was written.
+//   command that makes one; FailedPrecondition for predicted plans and
+//   for templates without a qualification, unless allowed; DataLoss when a
+//   program is damaged; Internal when the file does not read back as it was
+//   written.
 absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
                                     const PrewarmOptions& options,
-                                    bool allow_predicted, PlanCache* cache);
+                                    const FreezePolicy& policy,
+                                    PlanCache* cache);
 
 }  // namespace kiln
 

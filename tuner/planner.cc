@@ -1,5 +1,7 @@
 #include "tuner/planner.h"
 
+#include <cstdint>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -9,6 +11,31 @@
 #include "templates/registry.h"
 
 namespace kiln {
+namespace {
+
+// Blocks of a launch (CUDA C++ Programming Guide, table of compute
+// capabilities); the bundle format has the same limits for every target.
+constexpr uint64_t kGridMax[3] = {0x7FFFFFFF, 65535, 65535};
+
+// Empty, or why no runtime would take the body at m_max tokens.
+std::string LimitThatBreaks(const PlanBody& body, uint32_t m_max) {
+  if (body.arena.bytes > kArenaBytesMax) {
+    return absl::StrCat("an arena of ", body.arena.bytes,
+                        " bytes exceeds the limit of ", kArenaBytesMax);
+  }
+  for (const Step& step : body.steps) {
+    for (size_t d = 0; d < step.grid.size(); ++d) {
+      const uint64_t blocks = step.grid[d].Evaluate(m_max);
+      if (blocks > kGridMax[d]) {
+        return absl::StrCat("grid dimension ", d, " of step ", step.label,
+                            " is ", blocks, ", the limit is ", kGridMax[d]);
+      }
+    }
+  }
+  return "";
+}
+
+}  // namespace
 
 int DefaultCandidatesMax(Backend backend) {
   switch (backend) {
@@ -73,6 +100,12 @@ absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
       PlannedCandidate candidate;
       candidate.kernel_template = from;
       ASSIGN_OR_RETURN(candidate.body, from->MakeBody(problem, assignment));
+      const std::string broken =
+          LimitThatBreaks(candidate.body, interval.m_max);
+      if (!broken.empty()) {
+        plan.rejects.push_back({.reason = broken, .count = 1});
+        continue;
+      }
       candidate.programs = ProgramsOf(*from, assignment);
       std::vector<Digest> digests;
       for (const ProgramKey& key : candidate.programs) {

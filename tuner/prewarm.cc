@@ -53,6 +53,16 @@ class StageTimer {
   Stopwatch watch_;
 };
 
+// A claim on work is renewed long before it ends; the end matters only where an
+// owner hangs or cannot be looked at from here.
+constexpr int64_t kLeaseSeconds = 600;
+constexpr double kRenewSeconds = 60;
+constexpr std::chrono::milliseconds kPollInterval(50);
+// Programs claimed at once, per worker: enough to keep workers busy, few enough
+// that other processes on the same cache find work too.
+constexpr size_t kClaimedPerWorker = 8;
+constexpr size_t kClaimedMin = 32;
+
 int OracleThreads() {
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
@@ -64,11 +74,26 @@ struct PendingProgram {
   CompileJob job;
 };
 
+// What races keep from one interval to the next.
+struct Racetrack {
+  size_t context = std::numeric_limits<size_t>::max();
+  std::unique_ptr<Device> device;
+  std::unique_ptr<OpBench> bench;
+};
+
 class Session {
  public:
   Session(const PrewarmOptions& options, PlanCache* cache,
           ProgressSink* progress)
       : options_(options), cache_(*cache), progress_(*progress) {}
+
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  ~Session() {
+    // What an early end leaves claimed, others may have at once.
+    if (!claims_.empty()) Release({claims_.begin(), claims_.end()});
+  }
 
   absl::StatusOr<PrewarmReport> Run(const Manifest& manifest) {
     Stopwatch total;
@@ -107,6 +132,17 @@ class Session {
       contexts_.push_back(std::move(context));
     }
     intervals_ = ResolveIntervals(requests, contexts_, options_);
+    if (options_.shard_count > 1 && !ShardsPrograms()) {
+      std::vector<ResolvedInterval> own;
+      for (size_t i = 0; i < intervals_.size(); ++i) {
+        // In turn, because neighbours cost about the same.
+        if (i % static_cast<size_t>(options_.shard_count) ==
+            static_cast<size_t>(options_.shard_index)) {
+          own.push_back(std::move(intervals_[i]));
+        }
+      }
+      intervals_ = std::move(own);
+    }
     for (const ResolvedInterval& resolved : intervals_) {
       IntervalReport row;
       row.target = contexts_[resolved.context].target;
@@ -116,6 +152,54 @@ class Session {
       report_.intervals.push_back(std::move(row));
     }
     return absl::OkStatus();
+  }
+
+  // A run that ends with compiling splits the programs, because intervals share
+  // them; any other run splits the intervals, with all that they need.
+  bool ShardsPrograms() const {
+    return options_.shard_count > 1 && options_.stop_after == Stage::kCompile;
+  }
+
+  bool IsOwnProgram(const Digest& key) const {
+    if (!ShardsPrograms()) return true;
+    uint32_t head = 0;
+    for (size_t i = 0; i < 4; ++i) head = head << 8 | key.bytes[i];
+    return head % static_cast<uint32_t>(options_.shard_count) ==
+           static_cast<uint32_t>(options_.shard_index);
+  }
+
+  // Claims. Others that share the cache wait for what is claimed here.
+
+  absl::StatusOr<std::vector<bool>> Claim(const std::vector<Digest>& keys,
+                                          size_t limit) {
+    ASSIGN_OR_RETURN(const std::vector<bool> claimed,
+                     cache_.AcquireLeases(keys, kLeaseSeconds, limit));
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (claimed[i]) claims_.insert(keys[i]);
+    }
+    return claimed;
+  }
+
+  // A claim that cannot be given up ends with this process.
+  void Release(const std::vector<Digest>& keys) {
+    std::vector<Digest> held;
+    for (const Digest& key : keys) {
+      if (claims_.erase(key) != 0) held.push_back(key);
+    }
+    cache_.ReleaseLeases(held).IgnoreError();
+  }
+
+  void RenewClaims() {
+    if (renewed_.Seconds() < kRenewSeconds || claims_.empty()) return;
+    renewed_ = Stopwatch();
+    const std::vector<Digest> keys(claims_.begin(), claims_.end());
+    cache_.RenewLeases(keys, kLeaseSeconds).IgnoreError();
+  }
+
+  // Sleeps at least as long as it takes to look ten times.
+  static void Wait(double seconds_to_look) {
+    std::this_thread::sleep_for(
+        kPollInterval + std::chrono::duration<double>(9 * seconds_to_look));
   }
 
   const TargetContext& ContextOf(size_t index) const {
@@ -213,6 +297,7 @@ class Session {
     std::vector<SourceUnit> units;
     for (size_t i = 0; i < candidate.programs.size(); ++i) {
       const ProgramKey& key = candidate.programs[i];
+      if (!IsOwnProgram(key.digest)) continue;
       if (!seen->insert(key.digest).second) continue;
       ASSIGN_OR_RETURN(const bool present, cache_.ContainsProgram(key.digest));
       if (present) {
@@ -239,7 +324,7 @@ class Session {
 
   absl::Status Compile() {
     const StageTimer timer(Stage::kCompile, &report_);
-    ASSIGN_OR_RETURN(const std::vector<PendingProgram> pending, FindPending());
+    ASSIGN_OR_RETURN(std::vector<PendingProgram> pending, FindPending());
     if (pending.empty()) return absl::OkStatus();
     std::vector<CompilerSetup> setups;
     for (const TargetContext& context : contexts_) {
@@ -249,24 +334,90 @@ class Session {
           });
       if (!known) setups.push_back(context.setup);
     }
-    std::vector<CompileJob> jobs;
-    for (const PendingProgram& program : pending) jobs.push_back(program.job);
     PoolOptions pool_options;
     pool_options.jobs = options_.jobs > 0 ? options_.jobs : WorkerCountMax();
     pool_options.deadline = absl::Seconds(options_.compile_seconds_max);
     CompilePool pool(pool_options, std::move(setups));
+    const size_t batch_max =
+        std::max(kClaimedMin,
+                 kClaimedPerWorker * static_cast<size_t>(pool_options.jobs));
+    const size_t total = pending.size();
+    bool told = false;
+    while (!pending.empty()) {
+      const Stopwatch look;
+      std::vector<Digest> keys;
+      for (const PendingProgram& program : pending) {
+        keys.push_back(program.key.digest);
+      }
+      ASSIGN_OR_RETURN(const std::vector<bool> claimed, Claim(keys, batch_max));
+      std::vector<PendingProgram> batch;
+      std::vector<PendingProgram> others;
+      for (size_t i = 0; i < pending.size(); ++i) {
+        (claimed[i] ? batch : others).push_back(std::move(pending[i]));
+      }
+      if (!batch.empty()) {
+        RETURN_IF_ERROR(CompileBatch(
+            batch, total - others.size() - batch.size(), total, &pool));
+      }
+      ASSIGN_OR_RETURN(pending, DropAnswered(std::move(others)));
+      if (!batch.empty() || pending.empty()) continue;
+      if (!std::exchange(told, true)) {
+        progress_.Note(absl::StrCat("waiting for ", pending.size(),
+                                    " programs that another process compiles"));
+      }
+      Wait(look.Seconds());
+    }
+    report_.compile_cpu_seconds += pool.stats().compile_seconds;
+    return absl::OkStatus();
+  }
+
+  absl::Status CompileBatch(const std::vector<PendingProgram>& batch,
+                            size_t done, size_t total, CompilePool* pool) {
+    std::vector<CompileJob> jobs;
+    std::vector<Digest> keys;
+    for (const PendingProgram& program : batch) {
+      jobs.push_back(program.job);
+      keys.push_back(program.key.digest);
+    }
     CompileCallbacks callbacks;
     callbacks.on_results =
         [&](absl::Span<const CompileResult> results) -> absl::Status {
-      return Publish(pending, results);
+      return Publish(batch, results);
     };
     callbacks.on_progress = [&](const CompileProgress& update) {
-      progress_.Update(Stage::kCompile, update.done, update.total,
+      progress_.Update(Stage::kCompile, done + update.done, total,
                        update.current);
     };
-    RETURN_IF_ERROR(pool.Run(jobs, callbacks).status());
-    report_.compile_cpu_seconds += pool.stats().compile_seconds;
+    callbacks.cancelled = [&] {
+      RenewClaims();
+      return false;
+    };
+    RETURN_IF_ERROR(pool->Run(jobs, callbacks).status());
+    // What was stored is no longer claimed; a compile that was killed is.
+    Release(keys);
     return absl::OkStatus();
+  }
+
+  // The programs that others have not answered yet.
+  absl::StatusOr<std::vector<PendingProgram>> DropAnswered(
+      std::vector<PendingProgram> programs) {
+    std::vector<PendingProgram> open;
+    for (PendingProgram& program : programs) {
+      const Digest& key = program.key.digest;
+      ASSIGN_OR_RETURN(const bool present, cache_.ContainsProgram(key));
+      if (present) {
+        ++report_.programs_reused;
+        continue;
+      }
+      ASSIGN_OR_RETURN(const std::optional<Reject> reject,
+                       cache_.FindReject(key));
+      if (reject.has_value()) {
+        rejected_programs_[key] = reject->reason;
+        continue;
+      }
+      open.push_back(std::move(program));
+    }
+    return open;
   }
 
   absl::Status Publish(const std::vector<PendingProgram>& pending,
@@ -308,7 +459,11 @@ class Session {
     }
     report_.programs_compiled += programs.size();
     RETURN_IF_ERROR(cache_.PutPrograms(programs));
-    return cache_.PutRejects(rejects);
+    for (const Program& program : programs) claims_.erase(program.key.digest);
+    if (rejects.empty()) return absl::OkStatus();
+    RETURN_IF_ERROR(cache_.PutRejects(rejects));
+    for (const Reject& reject : rejects) claims_.erase(reject.key);
+    return absl::OkStatus();
   }
 
   // The candidate with its programs, or why it cannot run.
@@ -336,34 +491,95 @@ class Session {
     return contender;
   }
 
+  // Takes the answer that another process may have stored since LookUp.
+  absl::StatusOr<bool> AnsweredMeanwhile(size_t index) {
+    ASSIGN_OR_RETURN(const std::optional<StoredPlan> stored,
+                     cache_.FindPlan(intervals_[index].key.digest));
+    if (!stored.has_value()) return false;
+    ASSIGN_OR_RETURN(const bool answers,
+                     Answers(stored->plan, ContextOf(index)));
+    if (!answers) return false;
+    report_.intervals[index].plan = stored->plan;
+    report_.intervals[index].reused = true;
+    return true;
+  }
+
+  // What a race claims: its plan, and the device, because two races on one
+  // device would time each other.
+  std::vector<Digest> RaceClaims(size_t index) const {
+    const Digest device =
+        CanonicalEncoder("kiln.racer/1")
+            .Text("target", ContextOf(index).target.ToString())
+            .Number("ordinal", options_.device_ordinal)
+            .digest();
+    return {device, intervals_[index].key.digest};
+  }
+
+  // True when the interval is settled; false when another process works on it
+  // or on its device.
+  absl::StatusOr<bool> Settle(size_t index, size_t done, Racetrack* track) {
+    ASSIGN_OR_RETURN(const bool before, AnsweredMeanwhile(index));
+    if (before) return true;
+    const TargetContext& context = ContextOf(index);
+    if (options_.compile_only || context.profile.assumed) {
+      RETURN_IF_ERROR(Predict(index));
+      return true;
+    }
+    const std::vector<Digest> keys = RaceClaims(index);
+    ASSIGN_OR_RETURN(const std::vector<bool> claimed, Claim(keys, keys.size()));
+    if (claimed != std::vector<bool>(keys.size(), true)) {
+      Release(keys);
+      return false;
+    }
+    // Whoever had the claim may have finished in between.
+    ASSIGN_OR_RETURN(const bool answered, AnsweredMeanwhile(index));
+    if (!answered) {
+      if (track->context != intervals_[index].context) {
+        track->bench.reset();
+        ASSIGN_OR_RETURN(track->device, OpenDevice(context));
+        track->context = intervals_[index].context;
+      }
+      if (track->bench == nullptr ||
+          track->bench->geometry() != intervals_[index].geometry) {
+        track->bench.reset();
+        ASSIGN_OR_RETURN(
+            track->bench,
+            OpBench::Create(track->device.get(), intervals_[index].geometry,
+                            options_.seed));
+      }
+      RETURN_IF_ERROR(RaceInterval(index, track->bench.get(), done));
+    }
+    Release(keys);
+    return true;
+  }
+
   absl::Status Race() {
     const StageTimer timer(Stage::kRace, &report_);
     size_t done = 0;
-    size_t bench_context = std::numeric_limits<size_t>::max();
-    std::unique_ptr<Device> device;
-    std::unique_ptr<OpBench> bench;
-    for (const size_t index : missing_) {
-      const ResolvedInterval& resolved = intervals_[index];
-      const TargetContext& context = contexts_[resolved.context];
-      progress_.Update(Stage::kRace, done, missing_.size(),
-                       Describe(resolved, ""));
-      if (options_.compile_only || context.profile.assumed) {
-        RETURN_IF_ERROR(Predict(index));
-      } else {
-        if (bench_context != resolved.context) {
-          bench.reset();
-          ASSIGN_OR_RETURN(device, OpenDevice(context));
-          bench_context = resolved.context;
+    Racetrack track;
+    bool told = false;
+    std::vector<size_t> open = missing_;
+    while (!open.empty()) {
+      const Stopwatch look;
+      std::vector<size_t> waiting;
+      for (const size_t index : open) {
+        progress_.Update(Stage::kRace, done, missing_.size(),
+                         Describe(intervals_[index], ""));
+        ASSIGN_OR_RETURN(const bool settled, Settle(index, done, &track));
+        if (settled) {
+          ++done;
+        } else {
+          waiting.push_back(index);
         }
-        if (bench == nullptr || bench->geometry() != resolved.geometry) {
-          bench.reset();
-          ASSIGN_OR_RETURN(
-              bench,
-              OpBench::Create(device.get(), resolved.geometry, options_.seed));
-        }
-        RETURN_IF_ERROR(RaceInterval(index, bench.get(), done));
       }
-      ++done;
+      if (waiting.size() == open.size()) {
+        if (!std::exchange(told, true)) {
+          progress_.Note(absl::StrCat("waiting for ", waiting.size(),
+                                      " races of another process"));
+        }
+        Wait(look.Seconds());
+      }
+      open = std::move(waiting);
     }
     TakeWarnings();
     progress_.Update(Stage::kRace, done, missing_.size(), "done");
@@ -457,6 +673,7 @@ class Session {
     race.progress = [&](const std::string& line) {
       progress_.Update(Stage::kRace, done, missing_.size(),
                        Describe(resolved, line));
+      RenewClaims();
     };
     race.about_to_run = [&](size_t contender) { running = contender; };
     absl::StatusOr<RaceResult> result =
@@ -483,12 +700,20 @@ class Session {
         "; the candidate is set aside, run the same command again"));
   }
 
-  static Measurement RejectedEvidence(const PlanBody& body,
-                                      const Digest& digest,
-                                      const std::string& reason) {
+  static Measurement NewMeasurement(const PlanBody& body,
+                                    const Digest& digest) {
     Measurement measurement;
     measurement.label = body.Label();
     measurement.candidate = digest;
+    measurement.numerics_class = body.numerics_class;
+    measurement.arena_bytes = body.arena.bytes;
+    return measurement;
+  }
+
+  static Measurement RejectedEvidence(const PlanBody& body,
+                                      const Digest& digest,
+                                      const std::string& reason) {
+    Measurement measurement = NewMeasurement(body, digest);
     measurement.verdict = Verdict::kRejected;
     measurement.reason = reason;
     measurement.worst_error = std::numeric_limits<double>::quiet_NaN();
@@ -525,6 +750,7 @@ class Session {
                                     ": ", timing.reason));
         evidence.push_back(RejectedEvidence(
             contenders[i].body, contenders[i].digest, timing.reason));
+        evidence.back().registers = inputs[i].registers;
         Reject reject;
         reject.key = contenders[i].digest;
         reject.stage = RejectStage::kVerify;
@@ -532,9 +758,9 @@ class Session {
         rejects.push_back(std::move(reject));
         continue;
       }
-      Measurement measurement;
-      measurement.label = contenders[i].body.Label();
-      measurement.candidate = contenders[i].digest;
+      Measurement measurement =
+          NewMeasurement(contenders[i].body, contenders[i].digest);
+      measurement.registers = inputs[i].registers;
       measurement.reason = timing.reason;
       measurement.worst_error = timing.worst_error;
       measurement.regret =
@@ -592,6 +818,8 @@ class Session {
   std::map<size_t, IntervalPlan> plans_;  // of the missing ones
   std::map<Digest, std::string> rejected_programs_;
   std::map<Digest, std::shared_ptr<const Program>> programs_;
+  std::set<Digest> claims_;  // leases held now
+  Stopwatch renewed_;
 };
 
 }  // namespace
@@ -599,20 +827,13 @@ class Session {
 ProgressSink::~ProgressSink() = default;
 
 std::optional<std::string> CacheProbeMemo::Lookup(absl::string_view key) {
-  absl::StatusOr<std::optional<FileMemo>> memo =
-      cache_.FindFileMemo({.path = Sha256(key).ToHex()});
-  if (!memo.ok() || !memo->has_value()) return std::nullopt;
-  return (*memo)->version;
+  absl::StatusOr<std::optional<std::string>> memo = cache_.FindMemo(key);
+  return memo.ok() ? *std::move(memo) : std::nullopt;
 }
 
 void CacheProbeMemo::Store(absl::string_view key, absl::string_view value) {
   // A memo that is lost costs a probe next time and nothing else.
-  cache_
-      .PutFileMemo({.path = Sha256(key).ToHex()},
-                   {.name = "probe",
-                    .version = std::string(value),
-                    .content = Sha256(value)})
-      .IgnoreError();
+  cache_.PutMemo(key, value).IgnoreError();
 }
 
 absl::string_view StageName(Stage stage) {
@@ -713,6 +934,27 @@ absl::StatusOr<PrewarmReport> Prewarm(const Manifest& manifest,
                                       const PrewarmOptions& options,
                                       PlanCache* cache,
                                       ProgressSink* progress) {
+  absl::StatusOr<PrewarmReport> report =
+      Session(options, cache, progress).Run(manifest);
+  if (!absl::IsDataLoss(report.status()) ||
+      cache->mode() != CacheMode::kReadWrite) {
+    return report;
+  }
+  // Damage below the rows is repaired once; other losses of data (two binaries
+  // under one key) are for people.
+  ASSIGN_OR_RETURN(const std::vector<CacheFinding> findings, cache->Check());
+  const bool damaged = std::any_of(findings.begin(), findings.end(),
+                                   [](const CacheFinding& finding) {
+                                     return finding.table == kCacheFileName;
+                                   });
+  if (!damaged) return report;
+  progress->Note(absl::StrCat("cache: ", report.status().message(),
+                              "; rebuilding it from the rows that are whole"));
+  ASSIGN_OR_RETURN(const RepairReport repaired, cache->Repair());
+  for (const CacheFinding& finding : repaired.dropped) {
+    progress->Note(absl::StrCat("cache: dropped from ", finding.table, " ",
+                                finding.key, ": ", finding.problem));
+  }
   return Session(options, cache, progress).Run(manifest);
 }
 

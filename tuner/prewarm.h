@@ -8,6 +8,11 @@
 //
 // Each stage takes values and returns values; a killed run loses at most the
 // work in flight, because every result is committed when it exists.
+//
+// Processes that share a cache share the work: each program is compiled and
+// each interval raced by whoever claims it first (PlanCache::AcquireLeases),
+// the others wait for the result. A device is raced on by one of them at a
+// time.
 
 #ifndef KILN_TUNER_PREWARM_H_
 #define KILN_TUNER_PREWARM_H_
@@ -61,6 +66,11 @@ struct PrewarmOptions {
   std::optional<Stage> stop_after;
   int device_ordinal = 0;  // of the GPU to race on
   uint64_t seed = 1;       // of the race's inputs
+  // This run does part shard_index (from 0) of shard_count equal parts: with
+  // stop_after == kCompile a part of the programs, else a part of the intervals
+  // with everything they need. Which, depends on manifest and options alone.
+  int shard_index = 0;
+  int shard_count = 1;
   // Finds the compiler of a backend. Called at most once per backend.
   std::function<absl::StatusOr<CompilerSetup>(Backend, ProbeMemo*)> toolchain;
 };
@@ -137,7 +147,8 @@ std::vector<ResolvedInterval> ResolveIntervals(
     const std::vector<TargetContext>& contexts, const PrewarmOptions& options);
 
 // Runs all stages. An interval without a winner is no error: see
-// PrewarmReport::complete.
+// PrewarmReport::complete. A cache whose file is damaged is repaired once, with
+// a note.
 absl::StatusOr<PrewarmReport> Prewarm(const Manifest& manifest,
                                       const PrewarmOptions& options,
                                       PlanCache* cache, ProgressSink* progress);

@@ -93,8 +93,8 @@ TEST(CacheProcessTest, WritersThatStartTogetherAllSucceed) {
   ASSERT_OK_AND_ASSIGN(PlanCache cache,
                        PlanCache::Open(TestOptions(directory)));
   ASSERT_OK_AND_ASSIGN(const CacheStats stats, cache.Stats());
-  EXPECT_EQ(stats.tables[5].name, "program");
-  EXPECT_EQ(stats.tables[5].rows,
+  EXPECT_EQ(stats.tables[6].name, "program");
+  EXPECT_EQ(stats.tables[6].rows,
             static_cast<int64_t>(kEach / 2 + kWriters * kEach / 2));
 }
 

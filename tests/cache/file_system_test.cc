@@ -61,31 +61,5 @@ TEST(FileSystemTest, ProbeNamesAMissingPath) {
                        ::testing::HasSubstr("/nonexistent/kiln")));
 }
 
-TEST(FileSystemTest, StampMovesWhenAFileIsRewrittenWithItsOldTime) {
-  const ScratchFolder folder;
-  const std::string path = folder.File("library.so");
-  std::ofstream(path) << "one";
-  ASSERT_OK_AND_ASSIGN(const FileStamp before, StampFile(path));
-  struct stat info;
-  ASSERT_EQ(stat(path.c_str(), &info), 0);
-  // The clock of file times ticks in jiffies.
-  FileStamp after = before;
-  for (int i = 0; i < 200 && after == before; ++i) {
-    std::ofstream(path) << "two";
-    const timespec times[2] = {info.st_atim, info.st_mtim};
-    ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), times, 0), 0);
-    ASSERT_OK_AND_ASSIGN(after, StampFile(path));
-  }
-  EXPECT_EQ(after.mtime_ns, before.mtime_ns);
-  EXPECT_EQ(after.size, before.size);
-  EXPECT_NE(after.ctime_ns, before.ctime_ns);
-}
-
-TEST(FileSystemTest, RefusesToStampAFolder) {
-  const ScratchFolder folder;
-  EXPECT_THAT(StampFile(folder.path()),
-              StatusIs(absl::StatusCode::kFailedPrecondition));
-}
-
 }  // namespace
 }  // namespace kiln

@@ -517,7 +517,7 @@ TEST_F(PlanCacheTest, ReadOnlyRefusesToStore) {
   const Plan plan = MakePlan(1, {});
   EXPECT_THAT(cache.PutPlan(MakeTestPlanKey(plan), plan, {}), read_only);
   EXPECT_THAT(cache.Repair().status(), read_only);
-  EXPECT_OK(cache.PutFileMemo({.path = "/lib/a"}, {}));
+  EXPECT_OK(cache.PutMemo("key", "value"));
 }
 
 TEST_F(PlanCacheTest, OffKeepsEverythingInMemory) {
@@ -533,36 +533,28 @@ TEST_F(PlanCacheTest, OffKeepsEverythingInMemory) {
   EXPECT_EQ(cache.path(), "");
 }
 
-TEST_F(PlanCacheTest, MemoHoldsOnlyForTheExactStamp) {
-  const FileStamp stamp = {.path = "/usr/lib/libnvrtc.so.13",
-                           .size = 100,
-                           .mtime_ns = 1,
-                           .ctime_ns = 2,
-                           .device = 3,
-                           .inode = 4};
-  const FileMemo memo = {
-      .name = "nvrtc", .version = "13.0.88", .content = Sha256("library")};
+TEST_F(PlanCacheTest, MemoKeepsOpaqueBytesUntilTheyAreDamaged) {
+  const std::string key("path\0stamp", 10);
+  const std::string value("a\0b", 3);
   {
     PlanCache cache = Open();
-    ASSERT_OK(cache.PutFileMemo(stamp, memo));
+    EXPECT_THAT(cache.FindMemo(key),
+                IsOkAndHolds(std::optional<std::string>()));
+    ASSERT_OK(cache.PutMemo(key, "older"));
+    ASSERT_OK(cache.PutMemo(key, value));
   }
   PlanCache cache = Open();
-  EXPECT_THAT(cache.FindFileMemo(stamp), IsOkAndHolds(std::optional(memo)));
-  for (FileStamp other : {FileStamp{"/x", 100, 1, 2, 3, 4},
-                          FileStamp{stamp.path, 101, 1, 2, 3, 4},
-                          FileStamp{stamp.path, 100, 0, 2, 3, 4},
-                          FileStamp{stamp.path, 100, 1, 0, 3, 4},
-                          FileStamp{stamp.path, 100, 1, 2, 0, 4},
-                          FileStamp{stamp.path, 100, 1, 2, 3, 0}}) {
-    EXPECT_THAT(cache.FindFileMemo(other),
-                IsOkAndHolds(std::optional<FileMemo>()));
-  }
-  Execute("UPDATE file_memo SET version = '1'");
-  EXPECT_THAT(cache.FindFileMemo(stamp),
-              IsOkAndHolds(std::optional<FileMemo>()));
-  EXPECT_THAT(cache.TakeWarnings(), ElementsAre(HasSubstr("file_memo")));
-  ASSERT_OK(cache.PutFileMemo(stamp, memo));
-  EXPECT_THAT(cache.FindFileMemo(stamp), IsOkAndHolds(std::optional(memo)));
+  EXPECT_THAT(cache.FindMemo(key), IsOkAndHolds(std::optional(value)));
+  EXPECT_THAT(cache.FindMemo("path"),
+              IsOkAndHolds(std::optional<std::string>()));
+  Execute("UPDATE memo SET value = x'00'");
+  EXPECT_THAT(cache.FindMemo(key), IsOkAndHolds(std::optional<std::string>()));
+  EXPECT_THAT(cache.TakeWarnings(), ElementsAre(HasSubstr("memo")));
+  ASSERT_OK_AND_ASSIGN(const auto findings, cache.Check());
+  ASSERT_EQ(findings.size(), 1u);
+  EXPECT_EQ(findings[0].table, "memo");
+  ASSERT_OK(cache.PutMemo(key, value));
+  EXPECT_THAT(cache.FindMemo(key), IsOkAndHolds(std::optional(value)));
 }
 
 TEST_F(PlanCacheTest, StatsCountRowsAndBytesOfEachTable) {
@@ -574,13 +566,13 @@ TEST_F(PlanCacheTest, StatsCountRowsAndBytesOfEachTable) {
   EXPECT_EQ(stats.schema_version, kCacheSchemaVersion);
   EXPECT_EQ(stats.bytes,
             static_cast<int64_t>(std::filesystem::file_size(stats.path)));
-  ASSERT_EQ(stats.tables.size(), 8u);
+  ASSERT_EQ(stats.tables.size(), 9u);
   EXPECT_EQ(stats.tables[0].name, "blob");
   EXPECT_EQ(stats.tables[0].rows, 2);
   EXPECT_GT(stats.tables[0].bytes, 100000);
-  EXPECT_EQ(stats.tables[5].name, "program");
-  EXPECT_EQ(stats.tables[5].rows, 2);
-  EXPECT_LT(stats.tables[5].bytes, 50000);
+  EXPECT_EQ(stats.tables[6].name, "program");
+  EXPECT_EQ(stats.tables[6].rows, 2);
+  EXPECT_LT(stats.tables[6].bytes, 50000);
   int64_t sum = 0;
   for (const TableStats& table : stats.tables) sum += table.bytes;
   EXPECT_LE(sum, stats.bytes);

@@ -169,7 +169,10 @@ struct Driver {
 
 Driver OpenDriver() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-  if (library == nullptr) Die("libcuda.so.1 not found: no NVIDIA driver");
+  if (library == nullptr) {
+    std::fprintf(stderr, "skipped: libcuda.so.1 not found, no NVIDIA driver\n");
+    std::exit(77);  // ctest counts it as skipped
+  }
   Driver d;
   Resolve(library, "cuInit", &d.init);
   Resolve(library, "cuDeviceGet", &d.device_get);

@@ -17,6 +17,13 @@ std::string HexOf(const std::string& message) {
       absl::string_view(reinterpret_cast<char*>(digest), sizeof(digest)));
 }
 
+// Hashed before main, in an order that nobody chose.
+const std::string kEarly = HexOf("abc");
+
+TEST(Sha256EarlyTest, WorksInAStaticInitialiser) {
+  EXPECT_EQ(kEarly, HexOf("abc"));
+}
+
 struct Vector {
   const char* name;
   std::string message;
@@ -65,6 +72,38 @@ TEST_P(Sha256Test, PiecesHashLikeTheWhole) {
     kiln_sha256_final(&hash, digest);
     EXPECT_EQ(ToHex(absl::string_view(reinterpret_cast<char*>(digest), 32)),
               expected);
+  }
+}
+
+TEST_P(Sha256Test, PairsHashLikeEachAlone) {
+  std::mt19937 random(11);
+  std::string a(700, '\0');
+  std::string b(700, '\0');
+  for (char& c : a) c = static_cast<char>(random());
+  for (char& c : b) c = static_cast<char>(random());
+  const auto hex = [](kiln_sha256_t* hash) {
+    uint8_t digest[KILN_SHA256_BYTES];
+    kiln_sha256_final(hash, digest);
+    return ToHex(absl::string_view(reinterpret_cast<char*>(digest), 32));
+  };
+  for (size_t before = 0; before < 130; before += 13) {
+    // Equal and unequal fill levels before the common update.
+    for (const size_t skew : {0, 1}) {
+      for (const size_t bytes : {0, 1, 63, 64, 65, 127, 128, 500}) {
+        kiln_sha256_t first;
+        kiln_sha256_t second;
+        kiln_sha256_init(&first);
+        kiln_sha256_init(&second);
+        kiln_sha256_update(&first, a.data(), before);
+        kiln_sha256_update(&second, b.data(), before + skew);
+        kiln_sha256_update_pair(&first, a.data() + before, &second,
+                                b.data() + before + skew, bytes);
+        EXPECT_EQ(hex(&first), HexOf(a.substr(0, before + bytes)))
+            << before << " " << skew << " " << bytes;
+        EXPECT_EQ(hex(&second), HexOf(b.substr(0, before + skew + bytes)))
+            << before << " " << skew << " " << bytes;
+      }
+    }
   }
 }
 

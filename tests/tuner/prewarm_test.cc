@@ -110,7 +110,10 @@ absl::StatusOr<FreezeResult> RunFreeze(const std::string& folder,
                                        const std::string& text = kManifest) {
   absl::StatusOr<PlanCache> cache = PlanCache::Open(folder, mode);
   if (!cache.ok()) return cache.status();
-  return Freeze(SmallManifest(text), options, allow_predicted, &*cache);
+  FreezePolicy policy;
+  policy.allow_predicted = allow_predicted;
+  policy.allow_unqualified = true;  // a changed template must not fail these
+  return Freeze(SmallManifest(text), options, policy, &*cache);
 }
 
 // Every file under a folder with its bytes.
@@ -299,6 +302,25 @@ TEST_F(PrewarmTest, TheOrderOfTheManifestDoesNotMoveTheBundle) {
                        RunFreeze(warm_->path(), SmallOptions(), false,
                                  CacheMode::kReadWrite, swapped));
   EXPECT_EQ(first.bytes, second.bytes);
+}
+
+TEST_F(PrewarmTest, FreezeRefusesATemplateWithoutAQualification) {
+  absl::StatusOr<PlanCache> cache =
+      PlanCache::Open(warm_->path(), CacheMode::kReadOnly);
+  ASSERT_OK(cache);
+  FreezePolicy policy;
+  policy.receipts.clear();
+  EXPECT_THAT(
+      Freeze(SmallManifest(kManifest), SmallOptions(), policy, &*cache),
+      StatusIs(absl::StatusCode::kFailedPrecondition,
+               AllOf(HasSubstr("template fused_moe.cpu"),
+                     HasSubstr("no qualification for cpu-x86-64-v"),
+                     HasSubstr("--allow-unqualified"))));
+  policy.allow_unqualified = true;
+  ASSERT_OK_AND_ASSIGN(
+      const FreezeResult allowed,
+      Freeze(SmallManifest(kManifest), SmallOptions(), policy, &*cache));
+  EXPECT_EQ(allowed.unqualified, allowed.plans);
 }
 
 TEST_F(PrewarmTest, FreezeNamesTheIntervalThatIsMissing) {

@@ -40,6 +40,15 @@ target_include_directories(kiln_sqlite3 SYSTEM INTERFACE
 target_link_libraries(kiln_sqlite3 INTERFACE
   ${KILN_SQLITE_ARCHIVE} Threads::Threads ${CMAKE_DL_LIBS} m)
 
+# Ed25519 signatures of bundles; linked by the command line only.
+find_path(KILN_SODIUM_INCLUDE sodium.h REQUIRED)
+find_library(KILN_SODIUM_ARCHIVE libsodium.a REQUIRED)
+add_library(kiln_sodium INTERFACE)
+add_library(kiln::sodium ALIAS kiln_sodium)
+target_include_directories(kiln_sodium SYSTEM INTERFACE ${KILN_SODIUM_INCLUDE})
+target_link_libraries(kiln_sodium INTERFACE
+  ${KILN_SODIUM_ARCHIVE} Threads::Threads)
+
 if(KILN_BUILD_TESTS)
   find_package(GTest REQUIRED)
 endif()

@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--output", required=True)
     parser.add_argument("--function", required=True)
     parser.add_argument("--root", required=True)
-    parser.add_argument("files", nargs="+")
+    parser.add_argument("files", nargs="*")
     arguments = parser.parse_args()
 
     rows = []

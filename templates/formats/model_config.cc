@@ -1,0 +1,283 @@
+#include "templates/formats/model_config.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "compiler/base/status_macros.h"
+#include "compiler/spec/json_reader.h"
+#include "compiler/spec/manifest.h"
+
+namespace kiln {
+namespace {
+
+constexpr ExpertNaming kMlpExperts = {"mlp.experts",
+                                      {"gate_proj", "up_proj", "down_proj"}};
+constexpr ExpertNaming kMixtralExperts = {"block_sparse_moe.experts",
+                                          {"w1", "w3", "w2"}};
+
+// How the configuration says which layers have experts.
+enum class LayerRule { kAll, kSparseStep, kFirstDense };
+
+struct Family {
+  absl::string_view model_type;
+  const ExpertNaming* naming;
+  absl::string_view intermediate_key;
+  absl::string_view experts_key;
+  LayerRule rule;
+};
+
+constexpr Family kFamilies[] = {
+    {"deepseek_v2", &kMlpExperts, "moe_intermediate_size", "n_routed_experts",
+     LayerRule::kFirstDense},
+    {"deepseek_v3", &kMlpExperts, "moe_intermediate_size", "n_routed_experts",
+     LayerRule::kFirstDense},
+    {"glm4_moe", &kMlpExperts, "moe_intermediate_size", "n_routed_experts",
+     LayerRule::kFirstDense},
+    {"glm4v_moe_text", &kMlpExperts, "moe_intermediate_size",
+     "n_routed_experts", LayerRule::kFirstDense},
+    {"kimi_k2", &kMlpExperts, "moe_intermediate_size", "n_routed_experts",
+     LayerRule::kFirstDense},
+    {"mixtral", &kMixtralExperts, "intermediate_size", "num_local_experts",
+     LayerRule::kAll},
+    {"olmoe", &kMlpExperts, "intermediate_size", "num_experts",
+     LayerRule::kAll},
+    {"qwen2_moe", &kMlpExperts, "moe_intermediate_size", "num_experts",
+     LayerRule::kSparseStep},
+    {"qwen3_moe", &kMlpExperts, "moe_intermediate_size", "num_experts",
+     LayerRule::kSparseStep},
+    {"qwen3_vl_moe_text", &kMlpExperts, "moe_intermediate_size", "num_experts",
+     LayerRule::kSparseStep},
+};
+
+constexpr absl::string_view kExpertCountKeys[] = {
+    "num_experts", "num_local_experts", "n_routed_experts"};
+
+class ConfigReader {
+ public:
+  ConfigReader(absl::string_view file, const JsonNode& node)
+      : file_(file), node_(node) {}
+
+  absl::Status Error(const JsonNode& node, absl::string_view message) const {
+    return JsonError(file_, node, message);
+  }
+
+  absl::StatusOr<const JsonNode*> Required(absl::string_view key,
+                                           JsonNode::Kind kind) const {
+    const JsonNode* value = node_.Find(key);
+    if (value == nullptr) {
+      return Error(node_, absl::StrCat("lacks the key \"", key, "\""));
+    }
+    if (value->kind != kind) {
+      return Error(*value,
+                   absl::StrCat("\"", key, "\" must be ", JsonKindName(kind),
+                                ", found ", JsonExcerpt(*value)));
+    }
+    return value;
+  }
+
+  absl::StatusOr<int64_t> Integer(absl::string_view key, int64_t low,
+                                  int64_t high) const {
+    ASSIGN_OR_RETURN(const JsonNode* value,
+                     Required(key, JsonNode::Kind::kInteger));
+    if (value->integer < low || value->integer > high) {
+      return Error(*value, absl::StrCat("\"", key, "\" is ", value->integer,
+                                        ", must be within ", low, "..", high));
+    }
+    return value->integer;
+  }
+
+  // As Integer, `absent` where the key is missing or null.
+  absl::StatusOr<int64_t> IntegerOr(absl::string_view key, int64_t absent,
+                                    int64_t low, int64_t high) const {
+    const JsonNode* value = node_.Find(key);
+    if (value == nullptr || value->kind == JsonNode::Kind::kNull) return absent;
+    return Integer(key, low, high);
+  }
+
+ private:
+  absl::string_view file_;
+  const JsonNode& node_;
+};
+
+absl::Status NotServed(absl::string_view file, absl::string_view reason) {
+  return absl::FailedPreconditionError(absl::StrCat(file, ": ", reason));
+}
+
+absl::StatusOr<const Family*> FindFamily(absl::string_view file,
+                                         const JsonNode& node,
+                                         absl::string_view model_type) {
+  for (const Family& family : kFamilies) {
+    if (family.model_type == model_type) return &family;
+  }
+  const std::string named = absl::StrCat("model_type ", JsonQuote(model_type));
+  if (model_type == "gpt_oss") {
+    return NotServed(file, absl::StrCat(named,
+                                        " has experts with a clamped SwiGLU "
+                                        "and biases; only silu is served"));
+  }
+  const bool has_experts = std::any_of(
+      std::begin(kExpertCountKeys), std::end(kExpertCountKeys),
+      [&](absl::string_view key) {
+        const JsonNode* value = node.Find(key);
+        return value != nullptr && value->kind != JsonNode::Kind::kNull;
+      });
+  if (!has_experts) {
+    return NotServed(file, absl::StrCat(named,
+                                        " has no routed experts: its matrices "
+                                        "would be the op linear, which this "
+                                        "build does not have"));
+  }
+  return NotServed(
+      file,
+      absl::StrCat(named, " is not known; known: ",
+                   absl::StrJoin(kFamilies, ", ",
+                                 [](std::string* out, const Family& family) {
+                                   absl::StrAppend(out, family.model_type);
+                                 })));
+}
+
+// The layers with experts among `count`.
+absl::StatusOr<std::vector<int64_t>> MoeLayers(const ConfigReader& reader,
+                                               const JsonNode& node,
+                                               LayerRule rule, int64_t count) {
+  int64_t first = 0;
+  int64_t step = 1;
+  std::vector<int64_t> dense;
+  if (rule == LayerRule::kFirstDense) {
+    ASSIGN_OR_RETURN(first,
+                     reader.IntegerOr("first_k_dense_replace", 0, 0, count));
+    ASSIGN_OR_RETURN(step,
+                     reader.IntegerOr("moe_layer_freq", 1, 1, kLayersMax));
+  } else if (rule == LayerRule::kSparseStep) {
+    ASSIGN_OR_RETURN(step,
+                     reader.IntegerOr("decoder_sparse_step", 1, 1, kLayersMax));
+    const JsonNode* list = node.Find("mlp_only_layers");
+    if (list != nullptr && list->kind != JsonNode::Kind::kNull) {
+      if (list->kind != JsonNode::Kind::kArray) {
+        return reader.Error(
+            *list, absl::StrCat("\"mlp_only_layers\" must be an array, found ",
+                                JsonExcerpt(*list)));
+      }
+      for (const JsonNode& item : list->items) {
+        if (item.kind != JsonNode::Kind::kInteger) {
+          return reader.Error(
+              item, absl::StrCat("\"mlp_only_layers\" has ", JsonExcerpt(item),
+                                 ", must have integers"));
+        }
+        dense.push_back(item.integer);
+      }
+    }
+  }
+  std::sort(dense.begin(), dense.end());
+  // Qwen counts the step from 1, DeepSeek from 0.
+  const int64_t shift = rule == LayerRule::kSparseStep ? 1 : 0;
+  std::vector<int64_t> layers;
+  for (int64_t layer = first; layer < count; ++layer) {
+    if ((layer + shift) % step != 0) continue;
+    if (std::binary_search(dense.begin(), dense.end(), layer)) continue;
+    layers.push_back(layer);
+  }
+  if (layers.empty()) {
+    return reader.Error(node, "leaves no layer with routed experts");
+  }
+  return layers;
+}
+
+absl::StatusOr<DType> IoDType(absl::string_view file, const JsonNode& node) {
+  for (const absl::string_view key : {"torch_dtype", "dtype"}) {
+    const JsonNode* value = node.Find(key);
+    if (value == nullptr || value->kind == JsonNode::Kind::kNull) continue;
+    if (value->kind == JsonNode::Kind::kString) {
+      if (value->text == "bfloat16") return DType::kBf16;
+      if (value->text == "float16") return DType::kF16;
+    }
+    return JsonError(
+        file, *value,
+        absl::StrCat("\"", key, "\" is ", JsonExcerpt(*value),
+                     ", must be \"bfloat16\" or \"float16\": activations of ",
+                     "other types are not served"));
+  }
+  return DType::kBf16;
+}
+
+absl::Status ReadQuantization(absl::string_view file, const JsonNode& root,
+                              ModelConfig* config) {
+  const JsonNode* node = root.Find("quantization_config");
+  if (node == nullptr || node->kind == JsonNode::Kind::kNull) {
+    return absl::OkStatus();
+  }
+  ConfigReader reader(file, *node);
+  ASSIGN_OR_RETURN(const JsonNode* method,
+                   reader.Required("quant_method", JsonNode::Kind::kString));
+  if (method->text != "exl3") {
+    return NotServed(file,
+                     absl::StrCat("\"quant_method\" is ", JsonExcerpt(*method),
+                                  ", only \"exl3\" is served"));
+  }
+  if (node->Find("codebook") == nullptr) return absl::OkStatus();
+  ASSIGN_OR_RETURN(const JsonNode* codebook,
+                   reader.Required("codebook", JsonNode::Kind::kString));
+  for (const Codebook known :
+       {Codebook::k3Inst, Codebook::kMcg, Codebook::kMul1}) {
+    if (codebook->text == CodebookName(known)) config->codebook = known;
+  }
+  if (!config->codebook.has_value()) {
+    return reader.Error(*codebook,
+                        absl::StrCat("\"codebook\" is ", JsonExcerpt(*codebook),
+                                     ", must be one of 3inst, mcg, mul1"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
+                                             absl::string_view file) {
+  ASSIGN_OR_RETURN(const JsonNode root, ParseJson(text, file));
+  if (root.kind != JsonNode::Kind::kObject) {
+    return JsonError(
+        file, root,
+        absl::StrCat("must be an object, found ", JsonExcerpt(root)));
+  }
+  const JsonNode* nested = root.Find("text_config");
+  const JsonNode& node =
+      nested != nullptr && nested->kind == JsonNode::Kind::kObject ? *nested
+                                                                   : root;
+  ConfigReader reader(file, node);
+  ModelConfig config;
+  ASSIGN_OR_RETURN(const JsonNode* type,
+                   reader.Required("model_type", JsonNode::Kind::kString));
+  config.model_type = type->text;
+  ASSIGN_OR_RETURN(const Family* family, FindFamily(file, node, type->text));
+  config.naming = *family->naming;
+  RETURN_IF_ERROR(ReadQuantization(file, root, &config));
+  ASSIGN_OR_RETURN(config.hidden, reader.Integer("hidden_size", 1, kHiddenMax));
+  ASSIGN_OR_RETURN(config.intermediate, reader.Integer(family->intermediate_key,
+                                                       1, kIntermediateMax));
+  ASSIGN_OR_RETURN(config.experts,
+                   reader.Integer(family->experts_key, 1, kExpertsMax));
+  ASSIGN_OR_RETURN(config.top_k,
+                   reader.Integer("num_experts_per_tok", 1,
+                                  std::min(kTopKMax, config.experts)));
+  ASSIGN_OR_RETURN(const JsonNode* activation,
+                   reader.Required("hidden_act", JsonNode::Kind::kString));
+  if (activation->text != "silu") {
+    return NotServed(
+        file, absl::StrCat("\"hidden_act\" is ", JsonExcerpt(*activation),
+                           ", only \"silu\" is served"));
+  }
+  ASSIGN_OR_RETURN(config.io_dtype, IoDType(file, node));
+  ASSIGN_OR_RETURN(const int64_t count,
+                   reader.Integer("num_hidden_layers", 1, kLayersMax));
+  ASSIGN_OR_RETURN(config.moe_layers,
+                   MoeLayers(reader, node, family->rule, count));
+  ASSIGN_OR_RETURN(
+      const int64_t extra,
+      reader.IntegerOr("num_nextn_predict_layers", 0, 0, kLayersMax - count));
+  for (int64_t i = 0; i < extra; ++i) config.extra_layers.push_back(count + i);
+  return config;
+}
+
+}  // namespace kiln

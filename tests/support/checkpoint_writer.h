@@ -1,0 +1,82 @@
+// Writes small checkpoints and safetensors files for tests, with its own
+// encoder: what the readers under test must accept, and what they must refuse.
+
+#ifndef KILN_TESTS_SUPPORT_CHECKPOINT_WRITER_H_
+#define KILN_TESTS_SUPPORT_CHECKPOINT_WRITER_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kiln::testing {
+
+struct TestTensor {
+  std::string type;  // as in the file, for example "I16"
+  std::vector<uint64_t> shape;
+  std::string bytes;
+};
+
+// Tensor name to tensor. The map's order is the order of the bytes.
+using TestTensors = std::map<std::string, TestTensor>;
+
+// A whole file: 8-byte length, `json`, `data`.
+std::string SafetensorsBytes(const std::string& json, const std::string& data);
+std::string SafetensorsBytes(const TestTensors& tensors);
+
+// A folder below the test's temporary folder, removed with its files.
+class TestFolder {
+ public:
+  TestFolder();
+  TestFolder(const TestFolder&) = delete;
+  TestFolder& operator=(const TestFolder&) = delete;
+  ~TestFolder();
+
+  const std::string& path() const { return path_; }
+  std::string At(const std::string& name) const { return path_ + "/" + name; }
+  // Writes path()/name and returns its path.
+  std::string Write(const std::string& name, const std::string& contents) const;
+
+ private:
+  std::string path_;
+};
+
+// Writes the tensors as `shards` files of about equal numbers of tensors and
+// their index, or as model.safetensors for one shard.
+void WriteCheckpoint(const TestFolder& folder, const TestTensors& tensors,
+                     size_t shards);
+
+// An EXL3 group `key` of random payload: finite scales of order one. `codebook`
+// is "3inst", "mcg" or "mul1".
+void AddExl3(const std::string& key, uint64_t in, uint64_t out, uint64_t bits,
+             const std::string& codebook, uint64_t seed, TestTensors* tensors);
+
+// Names of the experts' tensors in one model family.
+struct TestNaming {
+  std::string prefix = "model.";  // before "layers."
+  std::string block = "mlp.experts";
+  std::string gate = "gate_proj";
+  std::string up = "up_proj";
+  std::string down = "down_proj";
+};
+
+struct TestRates {
+  uint64_t gate = 4;
+  uint64_t up = 4;
+  uint64_t down = 4;
+  std::string codebook = "mcg";
+};
+
+// All routed experts of one layer.
+void AddExperts(const TestNaming& naming, int64_t layer, uint64_t hidden,
+                uint64_t intermediate, uint64_t experts, const TestRates& rates,
+                TestTensors* tensors);
+
+// "model.layers.3.mlp.experts.7.gate_proj".
+std::string ExpertKey(const TestNaming& naming, int64_t layer, uint64_t expert,
+                      const std::string& projection);
+
+}  // namespace kiln::testing
+
+#endif  // KILN_TESTS_SUPPORT_CHECKPOINT_WRITER_H_

@@ -1,0 +1,733 @@
+#!/usr/bin/env python3
+"""The command line as its users meet it: every verb on a small model, and
+every bad input with its exit code, one clear message, and nothing half-written.
+
+    KILN_BIN_DIR=build/release/bin tests/tools/cli_test.py [-v]
+"""
+
+import atexit
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+BIN = pathlib.Path(
+    os.environ.get("KILN_BIN_DIR", "build/release/bin")).resolve()
+KILN = BIN / "kiln"
+SOURCE = pathlib.Path(os.environ.get(
+    "KILN_SOURCE_DIR", pathlib.Path(__file__).parents[2])).resolve()
+DONE, FAILED, USAGE, INCOMPLETE, REFUSED = range(5)
+
+SCRATCH = pathlib.Path(tempfile.mkdtemp(prefix="kiln_cli_test."))
+atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
+
+REQUEST = {
+    "name": "moe", "op": "fused_moe", "layers": 2, "hidden": 256,
+    "intermediate": 128, "experts": 4, "top_k": 2, "activation": "silu",
+    "io_dtype": "bf16", "id_dtype": "i32",
+    "weights": {"format": "exl3", "codebook": "mcg", "bits": 4},
+    "recipe": "w4a16", "capacities": [1, 4, 8]}
+
+
+def manifest(*requests):
+    return {"schema": "kiln.model/1", "name": "Small",
+            "requests": list(requests or [REQUEST])}
+
+
+def write(name, value):
+    path = SCRATCH / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = value if isinstance(value, str) else json.dumps(value, indent=1)
+    path.write_text(text)
+    return path
+
+
+class Result:
+    def __init__(self, done):
+        self.code = done.returncode
+        self.out = done.stdout
+        self.err = done.stderr
+
+    def json(self):
+        return json.loads(self.out)
+
+    def __str__(self):
+        return f"exit {self.code}\nstdout: {self.out}\nstderr: {self.err}"
+
+
+def kiln(*args, cache="cache", **kwargs):
+    """Runs kiln with a cache folder of its own and no environment to help."""
+    environment = {"PATH": os.environ.get("PATH", ""), "HOME": str(SCRATCH)}
+    for name in ("ASAN_OPTIONS", "TSAN_OPTIONS", "UBSAN_OPTIONS"):
+        if name in os.environ:
+            environment[name] = os.environ[name]
+    words = [str(KILN)]
+    if cache is not None:
+        words += ["--cache", str(SCRATCH / cache)]
+    done = subprocess.run(words + [str(arg) for arg in args], text=True,
+                          capture_output=True, timeout=240, check=False,
+                          env={**environment, **kwargs.pop("env", {})},
+                          **kwargs)
+    return Result(done)
+
+
+def has_cc_cpu():
+    return os.access(BIN / "kiln-cc-cpu", os.X_OK)
+
+
+DOCTOR = kiln("--json", "doctor").json()
+SMALL = write("small.json", manifest())
+# Flags that plan, prewarm and freeze must agree on.
+CPU = ["--target", "cpu", "--max-candidates", "1"]
+
+
+def need_cc_cpu(test):
+    return unittest.skipUnless(
+        has_cc_cpu(), f"this build has no kiln-cc-cpu in {BIN}")(test)
+
+
+def need_nvrtc(test):
+    return unittest.skipUnless(
+        DOCTOR["nvrtc"]["found"],
+        f"no NVRTC: {DOCTOR['nvrtc'].get('problem')}")(test)
+
+
+class CliTest(unittest.TestCase):
+    maxDiff = None
+
+    def expect(self, result, code, *words):
+        """A failure: its code, and one line on stderr that has all words."""
+        self.assertEqual(result.code, code, result)
+        lines = [line for line in result.err.splitlines() if line]
+        self.assertTrue(lines, f"no message\n{result}")
+        self.assertTrue(lines[-1].startswith("kiln: "), result)
+        self.assertEqual(sum(line.startswith("kiln: ") for line in lines), 1,
+                         f"more than one message\n{result}")
+        for word in words:
+            self.assertIn(word, lines[-1], result)
+        self.assertFalse(lines[-1].endswith("."), result)
+        return result
+
+    def refuse(self, code, *words, args, **kwargs):
+        """As expect, for commands that must print nothing on stdout."""
+        result = self.expect(kiln(*args, **kwargs), code, *words)
+        self.assertEqual(result.out, "", result)
+        return result
+
+
+_frozen = {}
+
+
+def frozen_bundle():
+    """Prewarms and freezes the small model once; returns the bundle's path."""
+    if not _frozen:
+        cold = kiln("--json", "prewarm", SMALL, *CPU, "--budget", "0.05")
+        assert cold.code == DONE, cold
+        path = SCRATCH / "small.kiln"
+        frozen = kiln("--json", "freeze", SMALL, *CPU, "--allow-unqualified",
+                      "-o", path)
+        assert frozen.code == DONE, frozen
+        _frozen.update(cold=cold.json(), freeze=frozen.json(), path=path)
+    return _frozen["path"]
+
+
+# ---- what works --------------------------------------------------------------
+
+
+@need_cc_cpu
+class HappyPathTest(CliTest):
+
+    @classmethod
+    def setUpClass(cls):
+        cls.bundle = frozen_bundle()
+
+    def run_entry(self, *args, file=None):
+        return kiln("--json", "run", file or self.bundle, "--entry", "moe",
+                    "--allow-unqualified", *args)
+
+    def test_prewarm_reports_what_it_did(self):
+        report = _frozen["cold"]
+        self.assertEqual(report["requests"], 1)
+        self.assertEqual(report["intervals"], 3)
+        self.assertGreaterEqual(report["candidates"], 1)
+        self.assertGreaterEqual(report["programs_compiled"], 1)
+        self.assertEqual(report["programs_reused"], 0)
+        self.assertEqual(report["rejects"], 0)
+        self.assertGreater(report["launches"], 0)
+        self.assertEqual(report["winners"], 3)
+        self.assertEqual(report["predicted"], 0)
+        self.assertIs(report["complete"], True)
+        self.assertGreater(report["seconds"]["total"], 0)
+
+    def test_a_second_prewarm_does_nothing(self):
+        result = kiln("--json", "prewarm", SMALL, *CPU)
+        self.assertEqual(result.code, DONE, result)
+        report = result.json()
+        self.assertEqual(report["programs_compiled"], 0)
+        self.assertEqual(report["launches"], 0)
+        self.assertEqual(report["winners"], 3)
+        self.assertIs(report["complete"], True)
+
+    def test_prewarm_in_words_has_a_row_per_interval(self):
+        result = kiln("prewarm", SMALL, *CPU)
+        self.assertEqual(result.code, DONE, result)
+        for interval in ("1..1", "2..4", "5..8"):
+            self.assertIn(interval, result.out)
+        self.assertIn("3 measured, 0 predicted", result.out)
+        self.assertNotIn("\r", result.err, "a bar although stderr is no tty")
+
+    def test_the_cache_follows_the_environment(self):
+        for env in ({"KILN_CACHE": str(SCRATCH / "cache")},
+                    {"XDG_CACHE_HOME": str(SCRATCH / "xdg")},
+                    {}):
+            result = kiln("--json", "doctor", cache=None, env=env)
+            self.assertEqual(result.code, DONE, result)
+            folder = result.json()["cache"]["folder"]
+            expected = (env.get("KILN_CACHE")
+                        or (f"{env['XDG_CACHE_HOME']}/kiln" if env
+                            else f"{SCRATCH}/.cache/kiln"))
+            self.assertEqual(folder, expected)
+
+    def test_freeze_is_reproducible(self):
+        other = SCRATCH / "again.kiln"
+        result = kiln("--json", "freeze", SMALL, *CPU, "--allow-unqualified",
+                      "-o", other)
+        self.assertEqual(result.code, DONE, result)
+        self.assertEqual(other.read_bytes(), self.bundle.read_bytes())
+        self.assertEqual(result.json()["root"], _frozen["freeze"]["root"])
+        for key in ("file", "bytes", "entries", "plans", "predicted",
+                    "programs"):
+            self.assertIn(key, result.json())
+        self.assertEqual(result.json()["bytes"], other.stat().st_size)
+
+    def test_freeze_works_from_a_copied_read_only_cache(self):
+        shutil.copytree(SCRATCH / "cache", SCRATCH / "cache copy")
+        other = SCRATCH / "copy.kiln"
+        result = kiln("--cache-mode", "read-only", "freeze", SMALL, *CPU,
+                      "--allow-unqualified", "-o", other, cache="cache copy")
+        self.assertEqual(result.code, DONE, result)
+        self.assertEqual(other.read_bytes(), self.bundle.read_bytes())
+
+    def test_verify_accepts_the_bundle_and_its_root(self):
+        root = _frozen["freeze"]["root"]
+        for words in ([], ["--root", root]):
+            result = kiln("--json", "verify", self.bundle, *words)
+            self.assertEqual(result.code, DONE, result)
+            report = result.json()
+            self.assertEqual(report["root"], root)
+            self.assertIs(report["verified"], True)
+            self.assertIs(report["predicted"], False)
+        self.assertIn(root, kiln("verify", self.bundle).out)
+
+    def test_inspect_shows_everything(self):
+        result = kiln("--json", "inspect", self.bundle)
+        self.assertEqual(result.code, DONE, result)
+        report = result.json()
+        self.assertEqual(report["root"], _frozen["freeze"]["root"])
+        (section,) = report["sections"]
+        self.assertEqual(section["target"], DOCTOR["cpu_target"])
+        (entry,) = section["entries"]
+        self.assertEqual(entry["name"], "moe")
+        self.assertEqual(entry["capacity"], 8)
+        spans = [(plan["m_min"], plan["m_max"]) for plan in entry["plans"]]
+        self.assertEqual(spans, [(1, 1), (2, 4), (5, 8)])
+        for plan in entry["plans"]:
+            self.assertEqual(plan["state"], "measured")
+            self.assertGreater(plan["evidence"]["median_ns"], 0)
+            self.assertEqual(len(plan["params"]), 11)
+            for step in plan["steps"]:
+                self.assertLess(step["program"], len(section["programs"]))
+        text = kiln("inspect", self.bundle)
+        self.assertEqual(text.code, DONE, text)
+        for word in ("moe", "5..8", "measured", "kiln_moe_cpu_fc1"):
+            self.assertIn(word, text.out)
+
+    def test_plan_lists_candidates_and_compiles_nothing(self):
+        result = kiln("--json", "plan", SMALL, "--target", "cpu", cache="none")
+        self.assertEqual(result.code, DONE, result)
+        intervals = result.json()["intervals"]
+        self.assertEqual([(i["m_min"], i["m_max"]) for i in intervals],
+                         [(1, 1), (2, 4), (5, 8)])
+        keys = [i["plan_key"] for i in intervals]
+        self.assertEqual(len(set(keys)), 3)
+        for interval in intervals:
+            labels = [c["label"] for c in interval["candidates"]]
+            self.assertGreaterEqual(len(labels), 2)
+            self.assertEqual(len(set(labels)), len(labels))
+        again = kiln("--json", "plan", SMALL, "--target", "cpu", cache="none")
+        self.assertEqual(again.out, result.out)
+        text = kiln("plan", SMALL, "--target", "cpu", cache="none")
+        self.assertIn("fused_moe.cpu{", text.out)
+
+    def test_run_checks_every_size(self):
+        for tokens in (1, 2, 3, 4, 5, 7, 8):
+            result = self.run_entry("--tokens", tokens, "--check")
+            self.assertEqual(result.code, DONE, result)
+            report = result.json()
+            self.assertIs(report["passed"], True)
+            self.assertIs(report["replayed"], True)
+            self.assertGreater(report["worst_error"], 0)
+            self.assertLessEqual(report["worst_error"], report["tolerance"])
+            self.assertTrue(report["m_min"] <= tokens <= report["m_max"])
+
+    def test_run_takes_a_seed_and_a_target(self):
+        errors = set()
+        for seed in (1, 2, 3):
+            result = self.run_entry("--tokens", 4, "--check", "--seed", seed,
+                                    "--target", DOCTOR["cpu_target"])
+            self.assertEqual(result.code, DONE, result)
+            errors.add(result.json()["worst_error"])
+        self.assertEqual(len(errors), 3, "the seed changes nothing")
+
+    def test_run_without_tokens_is_nothing_to_do(self):
+        result = kiln("run", self.bundle, "--entry", "moe", "--tokens", 0,
+                      "--allow-unqualified")
+        self.assertEqual(result.code, DONE, result)
+        self.assertIn("nothing to do", result.err)
+        check = self.run_entry("--tokens", 0, "--check")
+        self.assertEqual(check.code, DONE, check)
+
+    def test_a_bundle_moves_to_another_folder(self):
+        moved = SCRATCH / "deep" / "er" / "model.kiln"
+        moved.parent.mkdir(parents=True)
+        shutil.copy(self.bundle, moved)
+        result = self.run_entry("--tokens", 3, "--check", file=moved)
+        self.assertEqual(result.code, DONE, result)
+
+    def test_stop_after_ends_early_and_says_so(self):
+        for stage in ("resolve", "lookup", "enumerate", "compile"):
+            result = kiln("--json", "prewarm", SMALL, "--target", "cpu",
+                          "--max-candidates", 2, "--max-capacity", 1,
+                          "--stop-after", stage, cache="stopped")
+            self.assertEqual(result.code, DONE, result)
+            report = result.json()
+            self.assertEqual(report["stopped_after"], stage)
+            self.assertIs(report["complete"], False)
+            self.assertEqual(report["launches"], 0)
+
+    def test_compile_only_is_predicted_and_freeze_wants_consent(self):
+        words = [SMALL, *CPU, "--compile-only"]
+        result = kiln("--json", "prewarm", *words, cache="predicted")
+        self.assertEqual(result.code, DONE, result)
+        self.assertEqual(result.json()["predicted"], 3)
+        self.assertEqual(result.json()["launches"], 0)
+        self.assertIn("predicted", result.err)
+        file = SCRATCH / "predicted.kiln"
+        self.refuse(REFUSED, "predicted", "--allow-predicted",
+                    args=["freeze", *words, "--allow-unqualified", "-o", file],
+                    cache="predicted")
+        self.assertFalse(file.exists(), "a refused freeze left a file")
+        allowed = kiln("--json", "freeze", *words, "--allow-unqualified",
+                       "--allow-predicted", "-o", file, cache="predicted")
+        self.assertEqual(allowed.code, DONE, allowed)
+        self.assertIs(kiln("--json", "verify", file).json()["predicted"], True)
+        self.expect(self.run_entry("--tokens", 1, file=file), REFUSED,
+                    "predicted")
+        self.assertEqual(
+            self.run_entry("--tokens", 1, "--check", "--allow-predicted",
+                           file=file).code, DONE)
+
+
+class DoctorTest(CliTest):
+
+    def test_prints_one_object_with_the_promised_keys(self):
+        for key in ("cpu_target", "nvrtc", "devices", "sqlite", "cache"):
+            self.assertIn(key, DOCTOR)
+        self.assertRegex(DOCTOR["cpu_target"], r"^cpu-x86-64-v[234]$")
+
+    def test_creates_no_cache(self):
+        result = kiln("doctor", cache="never made")
+        self.assertEqual(result.code, DONE, result)
+        self.assertFalse((SCRATCH / "never made").exists())
+        self.assertIn("never made", result.out)
+
+    def test_says_what_still_works_without_compilers(self):
+        result = kiln("--nvrtc", "/nonexistent/libnvrtc.so", "--cc-cpu",
+                      "/nonexistent/cc", "doctor")
+        self.assertEqual(result.code, DONE, result)
+        self.assertIn("without it sm_* targets cannot be compiled", result.out)
+        self.assertIn("without it CPU targets cannot be compiled", result.out)
+
+
+class ModelsTest(CliTest):
+
+    def test_every_model_in_the_tree_plans(self):
+        targets = [(["--target", DOCTOR["cpu_target"]], has_cc_cpu()),
+                   (["--target", "sm_90a", "--target", "sm_120a"],
+                    DOCTOR["nvrtc"]["found"])]
+        if not any(possible for _, possible in targets):
+            self.skipTest("no compiler at all")
+        for model in sorted((SOURCE / "tests/data/models").glob("*.json")):
+            for words, possible in targets:
+                if not possible:
+                    continue
+                result = kiln("--json", "plan", model, *words, cache="none")
+                self.assertEqual(result.code, DONE, result)
+                for interval in result.json()["intervals"]:
+                    self.assertGreaterEqual(len(interval["candidates"]), 2)
+
+
+# ---- what is refused ---------------------------------------------------------
+
+
+def changed(**fields):
+    request = json.loads(json.dumps(REQUEST))
+    for key, value in fields.items():
+        if value is None:
+            del request[key]
+        elif key in ("bits", "codebook", "format"):
+            request["weights"][key] = value
+        else:
+            request[key] = value
+    return manifest(request)
+
+
+BAD_MANIFESTS = {
+    "an unknown key of a request": (changed(colour="red"), ["colour"]),
+    "an unknown key at the top":
+        ({**manifest(), "requets": []}, ["requets"]),
+    "a missing key": (changed(hidden=None), ["hidden"]),
+    "another schema": ({**manifest(), "schema": "kiln.model/2"},
+                       ["kiln.model/2", "kiln.model/1"]),
+    "no requests": ({**manifest(), "requests": []}, ["requests"]),
+    "hidden 0": (changed(hidden=0), ["hidden", "0"]),
+    "hidden -128": (changed(hidden=-128), ["hidden", "-128"]),
+    "hidden no multiple of 128": (changed(hidden=200), ["200", "128"]),
+    "intermediate no multiple of 128":
+        (changed(intermediate=192), ["192", "128"]),
+    "huge hidden": (changed(hidden=1 << 40), ["hidden"]),
+    "hidden beyond 64 bits": (changed(hidden=1 << 70), []),
+    "hidden as text": (changed(hidden="256"), ["hidden"]),
+    "hidden as a fraction": (changed(hidden=256.5), ["256.5"]),
+    "no experts": (changed(experts=0), ["experts"]),
+    "huge experts": (changed(experts=100000), ["experts", "100000"]),
+    "top_k 0": (changed(top_k=0), ["top_k"]),
+    "top_k above experts": (changed(top_k=5), ["top_k", "5", "4"]),
+    "0 bits": (changed(bits=0), ["bits", "0"]),
+    "9 bits": (changed(bits=9), ["bits", "9", "8"]),
+    "9 bits for one projection":
+        (changed(bits={"gate": 4, "up": 9, "down": 4}), ["9"]),
+    "bits for two projections":
+        (changed(bits={"gate": 4, "up": 4}), ["down"]),
+    "an unknown codebook": (changed(codebook="mcg2"), ["mcg2", "mcg"]),
+    "an unknown format": (changed(format="gguf"), ["gguf", "exl3"]),
+    "an unknown op": (changed(op="attention"), ["attention"]),
+    "an unknown recipe": (changed(recipe="w2a2"), ["w2a2"]),
+    "an unknown activation": (changed(activation="relu"), ["relu"]),
+    "an unknown dtype": (changed(io_dtype="f64"), ["f64"]),
+    "an unknown id dtype": (changed(id_dtype="i16"), ["i16"]),
+    "unsorted capacities": (changed(capacities=[4, 1]), ["capacit"]),
+    "duplicate capacities": (changed(capacities=[1, 4, 4]), ["capacit", "4"]),
+    "no capacities": (changed(capacities=[]), ["capacit"]),
+    "capacity 0": (changed(capacities=[0, 1]), ["0"]),
+    "huge capacity": (changed(capacities=[1, 1 << 31]), ["2147483648"]),
+    "an empty name": (changed(name=""), ["name"]),
+    "duplicate names": (manifest(REQUEST, REQUEST), ["moe"]),
+    "one geometry with two lists of capacities":
+        (manifest(REQUEST, {**REQUEST, "name": "b", "capacities": [2]}),
+         ["capacit"]),
+    "no JSON": ("{", []),
+    "an empty file": ("", []),
+    "a duplicate key": ('{"schema": "kiln.model/1", "schema": "x"}',
+                        ["schema"]),
+    "deep nesting": ("[" * 100000, []),
+}
+
+
+class BadManifestTest(CliTest):
+
+    def test_each_is_a_usage_error_with_its_place(self):
+        # These need no compiler: the manifest is read first.
+        for name, (value, words) in BAD_MANIFESTS.items():
+            with self.subTest(name):
+                path = write("bad.json", value)
+                for verb in (["plan"], ["prewarm"], ["freeze", "-o",
+                                                     SCRATCH / "bad.kiln"]):
+                    result = self.refuse(USAGE, *words, args=[
+                        verb[0], path, "--target", "cpu", *verb[1:]])
+                    if "two lists" not in name:
+                        self.assertRegex(
+                            result.err, r"kiln: \S*bad\.json:\d+:\d+: ")
+                self.assertFalse((SCRATCH / "bad.kiln").exists())
+
+    def test_the_place_is_that_of_the_value(self):
+        text = json.dumps(changed(hidden=200), indent=1)
+        line = next(number for number, row in enumerate(text.splitlines(), 1)
+                    if '"hidden"' in row)
+        column = text.splitlines()[line - 1].index("200") + 1
+        path = write("place.json", text)
+        self.refuse(USAGE, f"place.json:{line}:{column}: ",
+                    args=["plan", path, "--target", "cpu"])
+
+    def test_a_missing_manifest_is_named(self):
+        for verb in (["plan"], ["prewarm"],
+                     ["freeze", "-o", SCRATCH / "bad.kiln"]):
+            result = self.refuse(FAILED, "absent.json", "No such file", args=[
+                verb[0], SCRATCH / "absent.json", "--target", "cpu", *verb[1:]])
+            self.assertNotIn("\n", result.err.strip())
+
+    def test_a_folder_is_no_manifest(self):
+        result = kiln("plan", SCRATCH, "--target", "cpu")
+        self.assertNotEqual(result.code, DONE)
+        self.assertIn("not a regular file", result.err)
+
+    @need_cc_cpu
+    def test_a_limit_below_every_capacity_is_named(self):
+        path = write("large.json", changed(capacities=[16, 32]))
+        self.refuse(USAGE, "capacit", args=[
+            "plan", path, "--target", "cpu", "--max-capacity", 8])
+
+
+class UsageTest(CliTest):
+
+    def test_mistakes_are_usage_errors(self):
+        run = ["run", "x.kiln", "--entry", "moe"]
+        cases = [
+            ([], ["subcommand"]),
+            (["frobnicate"], ["frobnicate"]),
+            (["--frobnicate"], ["--frobnicate"]),
+            (["plan"], ["required"]),
+            (["plan", SMALL], ["--target"]),
+            (["plan", SMALL, "--target"], ["--target"]),
+            (["plan", SMALL, "--target", "cpu", "--frob"], ["--frob"]),
+            (["plan", SMALL, "extra", "--target", "cpu"], ["extra"]),
+            (["plan", SMALL, "--target", "sm_42"], ["sm_42", "sm_90a"]),
+            (["plan", SMALL, "--target", "sm_90A"], ["sm_90A"]),
+            (["plan", SMALL, "--target", "sm_80a"], ["sm_80a"]),
+            (["plan", SMALL, "--target", "cpu-x86-64-v5"], ["v5"]),
+            (["plan", SMALL, "--target", ""], ['""']),
+            (["plan", SMALL, "--target", "cpu", "--max-candidates", "0"],
+             ["--max-candidates"]),
+            (["plan", SMALL, "--target", "cpu", "--max-capacity", "0"],
+             ["--max-capacity"]),
+            (["prewarm", SMALL, "--target", "cpu", "--jobs", "0"], ["--jobs"]),
+            (["prewarm", SMALL, "--target", "cpu", "--jobs", "-1"],
+             ["--jobs"]),
+            (["prewarm", SMALL, "--target", "cpu", "--jobs", "many"],
+             ["--jobs"]),
+            (["prewarm", SMALL, "--target", "cpu", "--budget", "-1"],
+             ["--budget"]),
+            (["prewarm", SMALL, "--target", "cpu", "--compile-timeout", "0"],
+             ["--compile-timeout"]),
+            (["prewarm", SMALL, "--target", "cpu", "--stop-after", "lunch"],
+             ["lunch", "compile"]),
+            (["freeze", SMALL, "--target", "cpu"], ["--output"]),
+            (["--cache-mode", "rw", "plan", SMALL, "--target", "cpu"],
+             ["rw", "read-only"]),
+            (run, ["--tokens"]),
+            ([*run, "--tokens", "-1"], ["--tokens"]),
+            ([*run, "--tokens", "two"], ["--tokens"]),
+            ([*run, "--tokens", "1e3"], ["--tokens"]),
+            (["run", "x.kiln", "--tokens", "1"], ["--entry"]),
+            (["verify"], ["file"]),
+            (["verify", SMALL, "--root", "xyz"], ["64 hex digits"]),
+        ]
+        for args, words in cases:
+            with self.subTest(" ".join(str(arg) for arg in args)):
+                self.refuse(USAGE, *words, args=args)
+
+    def test_help_and_version_succeed(self):
+        for args in (["--help"], ["--version"], ["prewarm", "--help"],
+                     ["run", "-h"]):
+            result = kiln(*args)
+            self.assertEqual(result.code, DONE, result)
+            self.assertNotEqual(result.out, "")
+            self.assertEqual(result.err, "")
+        self.assertIn("Exit codes", kiln("--help").out)
+
+
+class MissingThingsTest(CliTest):
+
+    def test_missing_nvrtc_is_one_clear_error(self):
+        file = SCRATCH / "no_nvrtc.kiln"
+        for verb in (["plan"], ["prewarm"], ["prewarm", "--compile-only"],
+                     ["freeze", "-o", file]):
+            self.refuse(FAILED, "sm_90a", "/nonexistent", args=[
+                "--nvrtc", "/nonexistent/libnvrtc.so.13", verb[0], SMALL,
+                "--target", "sm_90a", *verb[1:]], cache="no nvrtc")
+        self.assertFalse(file.exists())
+
+    def test_what_is_no_nvrtc_is_refused(self):
+        text = write("libnvrtc.so.13", "this is no library")
+        result = self.expect(
+            kiln("--nvrtc", text, "prewarm", SMALL, "--target", "sm_90a",
+                 "--compile-only", cache="no nvrtc"), FAILED, "libnvrtc")
+        self.assertEqual(result.out, "")
+
+    def test_missing_cc_cpu_is_one_clear_error(self):
+        for verb in (["plan"], ["prewarm"],
+                     ["freeze", "-o", SCRATCH / "no_cc.kiln"]):
+            self.refuse(FAILED, "cpu-x86-64", "/nonexistent/cc", args=[
+                "--cc-cpu", "/nonexistent/cc", verb[0], SMALL, "--target",
+                "cpu", *verb[1:]], cache="no cc")
+        self.assertFalse((SCRATCH / "no_cc.kiln").exists())
+
+    @need_nvrtc
+    def test_without_a_gpu_plans_are_predicted_and_incomplete(self):
+        if DOCTOR["devices"]:
+            self.skipTest("this machine has a GPU")
+        words = [SMALL, "--target", "sm_90a", "--max-candidates", "1"]
+        result = kiln("--json", "prewarm", *words, cache="no gpu")
+        self.assertEqual(result.code, INCOMPLETE, result)
+        report = result.json()
+        self.assertEqual(report["winners"], 0)
+        self.assertEqual(report["predicted"], 3)
+        self.assertIn("predicted", result.err)
+        only = kiln("--json", "prewarm", *words, "--compile-only",
+                    cache="no gpu")
+        self.assertEqual(only.code, DONE, only)
+        self.assertEqual(only.json()["programs_compiled"], 0)
+        file = SCRATCH / "no_gpu.kiln"
+        freeze = ["freeze", *words, "--allow-unqualified", "-o", file]
+        self.refuse(REFUSED, "moe", "sm_90a", "predicted", args=freeze,
+                    cache="no gpu")
+        self.assertFalse(file.exists())
+        allowed = kiln(*freeze, "--allow-predicted", cache="no gpu")
+        self.assertEqual(allowed.code, DONE, allowed)
+        self.expect(kiln("run", file, "--entry", "moe", "--tokens", "1",
+                         "--allow-predicted", "--allow-unqualified"), REFUSED,
+                    "sm_90a")
+        self.expect(kiln("run", file, "--entry", "moe", "--tokens", "1",
+                         "--target", "sm_90a"), REFUSED)
+
+    def test_freeze_before_prewarm_is_incomplete(self):
+        if not has_cc_cpu():
+            self.skipTest("this build has no kiln-cc-cpu")
+        file = SCRATCH / "early.kiln"
+        self.refuse(INCOMPLETE, "moe m 1..1", "kiln prewarm", args=[
+            "freeze", SMALL, *CPU, "-o", file], cache="empty")
+        self.assertFalse(file.exists())
+
+
+@need_cc_cpu
+class CacheTest(CliTest):
+
+    def test_a_cache_folder_that_cannot_be_is_named(self):
+        inside = SMALL / "cache"
+        self.refuse(FAILED, "small.json", args=[
+            "--cache", inside, "prewarm", SMALL, *CPU], cache=None)
+
+    def test_a_read_only_folder_is_one_clear_error(self):
+        folder = SCRATCH / "locked"
+        folder.mkdir()
+        folder.chmod(0o555)
+        SCRATCH.chmod(0o755)
+        who = {}
+        if os.geteuid() == 0:
+            who = {"user": 65534, "group": 65534, "extra_groups": []}
+            try:
+                subprocess.run([KILN, "--version"], check=True,
+                               capture_output=True, **who)
+            except (OSError, subprocess.SubprocessError) as error:
+                self.skipTest(f"root may write anywhere, and another user "
+                              f"cannot start kiln: {error}")
+        for verb in (["prewarm"], ["plan"]):
+            self.refuse(FAILED, "locked", args=[verb[0], SMALL, *CPU],
+                        cache="locked", **who)
+        self.assertEqual(list(folder.iterdir()), [])
+
+    def test_a_foreign_file_in_its_place_is_left_alone(self):
+        folder = SCRATCH / "foreign"
+        folder.mkdir()
+        (folder / "index.db").write_text("my diary\n" * 100)
+        self.refuse(REFUSED, "index.db", args=["prewarm", SMALL, *CPU],
+                    cache="foreign")
+        self.assertEqual((folder / "index.db").read_text(),
+                         "my diary\n" * 100)
+
+    def test_read_only_mode_makes_nothing(self):
+        self.expect(kiln("--cache-mode", "read-only", "prewarm", SMALL, *CPU,
+                         cache="not made"), REFUSED, "read-only")
+        self.assertFalse((SCRATCH / "not made").exists())
+
+
+@need_cc_cpu
+class BadBundleTest(CliTest):
+
+    @classmethod
+    def setUpClass(cls):
+        cls.bundle = frozen_bundle()
+        cls.data = cls.bundle.read_bytes()
+
+    def commands(self, file):
+        return (["verify", file], ["inspect", file],
+                ["run", file, "--entry", "moe", "--tokens", "1"])
+
+    def damaged(self, data):
+        path = SCRATCH / "damaged.kiln"
+        path.write_bytes(data)
+        return path
+
+    def test_every_truncation_is_refused(self):
+        size = len(self.data)
+        for length in (0, 1, 7, 8, 63, 64, 100, size // 2, size - 64, size - 1):
+            path = self.damaged(self.data[:length])
+            for args in self.commands(path):
+                self.refuse(REFUSED, args=args)
+
+    def test_every_flip_is_refused(self):
+        size = len(self.data)
+        for at in [*range(0, 256, 17), *range(256, size, size // 40), size - 1]:
+            data = bytearray(self.data)
+            data[at] ^= 0x10
+            self.refuse(REFUSED, args=["verify", self.damaged(data)])
+
+    def test_bytes_behind_the_end_are_refused(self):
+        self.refuse(REFUSED,
+                    args=["verify", self.damaged(self.data + bytes(64))])
+
+    def test_another_root_is_refused(self):
+        other = "0" * 63 + "1"
+        self.refuse(REFUSED, other, _frozen["freeze"]["root"],
+                    args=["verify", self.bundle, "--root", other])
+
+    def test_a_missing_bundle_is_named(self):
+        for args in self.commands(SCRATCH / "absent.kiln"):
+            self.refuse(FAILED, "absent.kiln", args=args)
+
+    def test_what_is_no_bundle_is_refused(self):
+        for args in self.commands(SMALL):
+            self.refuse(REFUSED, "not a kiln bundle", args=args)
+
+    def test_sizes_beyond_the_capacity_are_refused(self):
+        for tokens in (9, 1 << 31, 1 << 32, (1 << 32) + 1, 1 << 40):
+            self.refuse(REFUSED, str(tokens), "capacity 8", "moe", args=[
+                "run", self.bundle, "--entry", "moe", "--tokens", tokens,
+                "--allow-unqualified"])
+
+    def test_an_unknown_entry_is_refused_with_the_known_ones(self):
+        for tokens in (0, 1):
+            self.refuse(REFUSED, "'nope'", "'moe'", args=[
+                "run", self.bundle, "--entry", "nope", "--tokens", tokens,
+                "--allow-unqualified"])
+
+    def test_a_target_the_bundle_lacks_is_refused(self):
+        self.refuse(REFUSED, "sm_90a", args=[
+            "run", self.bundle, "--entry", "moe", "--tokens", "1", "--target",
+            "sm_90a"])
+
+    def test_freeze_into_a_missing_folder_leaves_nothing(self):
+        file = SCRATCH / "no such folder" / "x.kiln"
+        self.refuse(FAILED, "no such folder", args=[
+            "freeze", SMALL, *CPU, "--allow-unqualified", "-o", file])
+        self.assertFalse(file.parent.exists())
+
+    def test_a_refused_freeze_leaves_the_old_file(self):
+        file = SCRATCH / "old.kiln"
+        file.write_bytes(b"old")
+        more = write("more.json", changed(capacities=[1, 4, 8, 9]))
+        self.refuse(INCOMPLETE, "9..9", args=[
+            "freeze", more, *CPU, "--allow-unqualified", "-o", file])
+        self.assertEqual(file.read_bytes(), b"old")
+        self.assertEqual([p.name for p in SCRATCH.glob("old.kiln*")],
+                         ["old.kiln"], "a temporary file is left")
+
+
+if __name__ == "__main__":
+    if not os.access(KILN, os.X_OK):
+        sys.exit(f"{KILN} is not built")
+    unittest.main()

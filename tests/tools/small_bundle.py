@@ -1,0 +1,44 @@
+"""Bundles of small models for this machine's CPU, made by kiln itself."""
+
+import json
+import os
+import pathlib
+import subprocess
+
+BIN = pathlib.Path(
+    os.environ.get("KILN_BIN_DIR", "build/release/bin")).resolve()
+KILN = BIN / "kiln"
+SOURCE = pathlib.Path(os.environ.get(
+    "KILN_SOURCE_DIR", pathlib.Path(__file__).parents[2])).resolve()
+
+REQUEST = {
+    "name": "moe", "op": "fused_moe", "layers": 1, "hidden": 128,
+    "intermediate": 128, "experts": 4, "top_k": 2, "activation": "silu",
+    "io_dtype": "bf16", "id_dtype": "i32",
+    "weights": {"format": "exl3", "codebook": "mcg", "bits": 4},
+    "recipe": "w4a16", "capacities": [1, 4]}
+
+
+def kiln(*arguments):
+    """Runs a verb; the caller looks at returncode, stdout and stderr."""
+    return subprocess.run([str(KILN), *map(str, arguments)],
+                          capture_output=True, text=True, check=False)
+
+
+def make(folder, name, *requests):
+    """Prewarms and freezes the requests with a cache of their own, and returns
+    the bundle's path."""
+    folder = pathlib.Path(folder)
+    manifest = folder / f"{name}.json"
+    manifest.write_text(json.dumps(
+        {"schema": "kiln.model/1", "name": name,
+         "requests": list(requests or [REQUEST])}))
+    bundle = folder / f"{name}.kiln"
+    planning = [manifest, "--target", "cpu", "--max-candidates", "1"]
+    for verb in (["prewarm", *planning, "--budget", "0.1"],
+                 ["freeze", *planning, "-o", bundle, "--allow-unqualified"]):
+        done = kiln("--cache", folder / f"{name}.cache", *verb)
+        if done.returncode != 0:
+            raise RuntimeError(f"kiln {verb[0]} exits {done.returncode}: "
+                               f"{done.stdout}{done.stderr}")
+    return bundle

@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Qualifies the templates of a target on this machine's device.
+
+Runs tests/qualification/suite.v1.json: prewarm verifies every candidate of
+every request against the float64 oracle, freeze packs the winners, and
+`kiln run --check` launches each entry through the runtime at the edges and
+inside of its intervals, once directly and once replayed with changed inputs and
+routes. Writes the receipt, which `kiln freeze` looks up:
+
+    tools/qualify.py --kiln build/release/bin/kiln --target sm_90a \
+        -o tests/qualification/sm_90a.json
+
+Build Kiln again afterwards: receipts are compiled in.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+SUITE = "suite.v1.json"
+SUITE_VERSION = 1
+# Candidates per interval. A GPU machine compiles many at once.
+CANDIDATES = {"cuda": 24, "cpu": 4}
+
+
+def call(command, **options):
+    """Runs a command; its stdout, or exits with its stderr."""
+    done = subprocess.run(command, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True, check=False, **options)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n"
+                 f"{done.stderr}{done.stdout}")
+    return done.stdout
+
+
+def last_object(text):
+    return json.loads(text.strip().splitlines()[-1])
+
+
+def sizes(capacities):
+    """Edges of every interval and one size inside."""
+    chosen, previous = set(), 0
+    for capacity in capacities:
+        chosen |= {previous + 1, (previous + 1 + capacity) // 2, capacity}
+        previous = capacity
+    return sorted(chosen)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--kiln", required=True)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("-o", "--output", required=True)
+    parser.add_argument("--suite", help="folder of the suite", default=os.path
+                        .join(os.path.dirname(os.path.abspath(__file__)), "..",
+                              "tests", "qualification"))
+    arguments = parser.parse_args()
+
+    suite = os.path.join(arguments.suite, SUITE)
+    with open(suite, encoding="utf-8") as handle:
+        requests = json.load(handle)["requests"]
+    with tempfile.TemporaryDirectory() as folder:
+        kiln = [arguments.kiln, "--json", "--cache",
+                os.path.join(folder, "cache")]
+        bundle = os.path.join(folder, "suite.kiln")
+        backend = "cuda" if arguments.target.startswith("sm_") else "cpu"
+        options = [suite, "--target", arguments.target,
+                   "--max-candidates", str(CANDIDATES[backend])]
+        doctor = last_object(call(kiln + ["doctor"]))
+        prewarm = last_object(call(kiln + ["prewarm", *options,
+                                           "--budget", "0.05"]))
+        if not prewarm["complete"] or prewarm["rejects"]:
+            sys.exit(f"not qualified: {prewarm['rejects']} rejects; plans: "
+                     + json.dumps([p for p in prewarm["plans"]
+                                   if p["rejected"]], indent=1))
+        if prewarm["predicted"]:
+            sys.exit(f"no device of target {arguments.target} on this machine")
+        call(kiln + ["freeze", *options, "--allow-unqualified", "-o", bundle])
+        checks, worst, device, target = 0, 0.0, "", ""
+        for request in requests:
+            for tokens in sizes(request["capacities"]):
+                run = last_object(call(
+                    kiln + ["run", bundle, "--entry", request["name"],
+                            "--tokens", str(tokens), "--check",
+                            "--allow-unqualified"]))
+                checks += 1
+                worst = max(worst, run["worst_error"])
+                device, target = run["device"], run["target"]
+
+    compiler = doctor["nvrtc" if backend == "cuda" else "cc_cpu"]
+    devices = [d for d in doctor["devices"] if d["name"] == device]
+    receipt = {
+        "schema": "kiln.qualification/1",
+        "target": target,
+        "suite_version": SUITE_VERSION,
+        "date": datetime.date.today().isoformat(),
+        "device": device,
+        "driver_version": devices[0]["driver_version"] if devices else 0,
+        "compiler": {"version": compiler["version"],
+                     "content": compiler["content"]},
+        "templates": [{key: template[key]
+                       for key in ("name", "version", "sources")}
+                      for template in doctor["templates"]
+                      if template["backend"] == backend],
+        "requests": len(requests),
+        "intervals": prewarm["intervals"],
+        "candidates_verified": prewarm["candidates"],
+        "launches": prewarm["launches"],
+        "bundle_checks": checks,
+        "worst_error": max(worst, max(p["worst_error"]
+                                      for p in prewarm["plans"])),
+        "not_covered": "timing, other devices of the target, compute-sanitizer",
+    }
+    with open(arguments.output, "w", encoding="utf-8") as out:
+        json.dump(receipt, out, indent=1)
+        out.write("\n")
+    print(json.dumps(receipt))
+
+
+if __name__ == "__main__":
+    main()
