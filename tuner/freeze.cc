@@ -12,16 +12,10 @@
 #include "compiler/bundle_writer.h"
 #include "templates/registry.h"
 #include "tuner/bundle_check.h"
+#include "tuner/stored_plans.h"
 
 namespace kiln {
 namespace {
-
-std::string IntervalName(const ResolvedInterval& resolved,
-                         const Target& target) {
-  return absl::StrCat(absl::StrJoin(resolved.names, ","), " m ",
-                      resolved.interval.m_min, "..", resolved.interval.m_max,
-                      " on ", target.ToString());
-}
 
 // The template behind a plan as it is in this build; unknown names and other
 // versions have an identity that no receipt has.
@@ -34,21 +28,6 @@ TemplateIdentity IdentityOf(const Plan& plan) {
     identity.sources = from->sources();
   }
   return identity;
-}
-
-// The stored plan of an interval. On a machine without the device, a plan that
-// was only predicted is stored under the target's usual profile.
-absl::StatusOr<Plan> StoredPlanOf(const ResolvedInterval& resolved,
-                                  const Target& target, PlanCache* cache) {
-  ASSIGN_OR_RETURN(const std::optional<StoredPlan> stored,
-                   cache->FindPlan(resolved.key.digest));
-  if (!stored.has_value()) {
-    return absl::NotFoundError(absl::StrCat(
-        "no plan for ", IntervalName(resolved, target), " in ",
-        cache->path().empty() ? "the cache" : cache->path(),
-        "; run kiln prewarm with the same manifest, target and limits first"));
-  }
-  return stored->plan;
 }
 
 }  // namespace
@@ -68,14 +47,19 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
   const std::vector<ResolvedInterval> intervals =
       ResolveIntervals(requests, contexts, options);
 
+  ASSIGN_OR_RETURN(
+      const std::vector<Plan> plans,
+      FindStoredPlans(intervals, contexts, !options.compile_only, cache));
+
   FreezeResult result;
   std::vector<BundleSection> sections(contexts.size());
   std::vector<std::map<std::string, BundleEntry>> entries(contexts.size());
   std::vector<std::set<Digest>> needed(contexts.size());
   std::vector<std::set<std::string>> unqualified(contexts.size());
-  for (const ResolvedInterval& resolved : intervals) {
+  for (size_t i = 0; i < intervals.size(); ++i) {
+    const ResolvedInterval& resolved = intervals[i];
     const Target& target = contexts[resolved.context].target;
-    ASSIGN_OR_RETURN(const Plan plan, StoredPlanOf(resolved, target, cache));
+    const Plan& plan = plans[i];
     if (plan.evidence.state == PlanState::kPredicted) {
       ++result.predicted;
       if (!policy.allow_predicted) {

@@ -52,12 +52,12 @@ std::string CodeIdentity(const Contender& contender) {
   return encoder.bytes();
 }
 
-// One timed lane of a block. The default has two.
+// One timed lane of a block.
 struct Lane {
   size_t contender = 0;
   std::unique_ptr<Replay> replay;
   std::vector<double> values;
-  bool second = false;  // of the default
+  bool second = false;  // of two lanes of one contender
 };
 
 class RaceRunner {
@@ -191,7 +191,12 @@ class RaceRunner {
     for (size_t i = 0; i < contenders_.size(); ++i) {
       if (result_.timings[i].outcome != Outcome::kFinished) continue;
       RETURN_IF_ERROR(add(i, false));
-      if (i == 0) RETURN_IF_ERROR(add(i, true));
+      // The noise floor comes from timing one contender twice: the default, or
+      // the first that is right when the default is not.
+      if (lanes_.size() == 1) {
+        twin_ = i;
+        RETURN_IF_ERROR(add(i, true));
+      }
     }
     return absl::OkStatus();
   }
@@ -208,11 +213,12 @@ class RaceRunner {
     if (block % 2 == 1) std::reverse(order.begin(), order.end());
     for (const size_t index : order) {
       Lane& lane = lanes_[index];
+      if (options_.about_to_run) options_.about_to_run(lane.contender);
       ASSIGN_OR_RETURN(const double total_ns, lane.replay->Run());
       result_.launches += draws_;
       const double ns = total_ns / draws_;
       lane.values.push_back(ns);
-      // The second lane of the default only serves the noise floor.
+      // A second lane only serves the noise floor.
       if (!lane.second) {
         result_.timings[lane.contender].samples.push_back(
             {.block = block, .ns = ns});
@@ -226,7 +232,7 @@ class RaceRunner {
     for (const Lane& lane : lanes_) best = std::min(best, Median(lane.values));
     std::erase_if(lanes_, [&](const Lane& lane) {
       const bool slow =
-          lane.contender != 0 && Median(lane.values) > factor * best;
+          lane.contender != twin_ && Median(lane.values) > factor * best;
       if (slow) {
         result_.timings[lane.contender].outcome = Outcome::kEliminated;
       }
@@ -241,6 +247,7 @@ class RaceRunner {
     if (lanes_.empty()) return absl::OkStatus();
     // Warm-up: clocks rise, pages and instruction caches fill.
     for (Lane& lane : lanes_) {
+      if (options_.about_to_run) options_.about_to_run(lane.contender);
       RETURN_IF_ERROR(lane.replay->Run().status());
       result_.launches += draws_;
     }
@@ -262,7 +269,7 @@ class RaceRunner {
     double first = 0;
     double second = 0;
     for (const Lane& lane : lanes_) {
-      if (lane.contender != 0) continue;
+      if (lane.contender != twin_) continue;
       (lane.second ? second : first) = Median(lane.values);
     }
     if (first > 0 && second > 0) {
@@ -276,6 +283,7 @@ class RaceRunner {
   const RaceOptions& options_;
   RaceResult result_;
   uint32_t draws_ = 0;
+  size_t twin_ = 0;  // contender with two lanes; never eliminated
   std::vector<std::unique_ptr<LoadedPlan>> plans_;  // by contender; or null
   std::vector<Lane> lanes_;
 };

@@ -48,7 +48,8 @@ struct Timing {
 
 struct RaceResult {
   std::vector<Timing> timings;  // in the order of the contenders
-  // |a / b - 1| of the default's two sets of samples, as a fraction.
+  // |a / b - 1| of the two sets of samples of the default (of the first right
+  // contender when the default is wrong), as a fraction.
   double noise_floor = 0;
   uint64_t launches = 0;
 };
@@ -61,13 +62,13 @@ struct RaceOptions {
   int oracle_threads = 1;
   // Called with a line for people whenever something was learnt.
   std::function<void(const std::string&)> progress;
-  // Called before a contender first runs. If the process then dies, the caller
-  // knows whom to blame.
+  // Called before a contender runs. If the device then fails, the caller knows
+  // whom to blame.
   std::function<void(size_t contender)> about_to_run;
 };
 
 // The first contender is the default: it is timed twice per block, which
-// measures the noise floor.
+// measures the noise floor, and never eliminated.
 //   Errors: the device failed. Wrong candidates are Outcome::kRejected.
 absl::StatusOr<RaceResult> Race(OpBench* bench, const Interval& interval,
                                 const std::vector<Contender>& contenders,
