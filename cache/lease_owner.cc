@@ -2,9 +2,9 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <fstream>
 #include <iterator>
-#include <random>
 #include <string>
 
 #include "absl/strings/numbers.h"
@@ -50,12 +50,6 @@ int64_t StartTicks(int64_t pid) {
   return ticks;
 }
 
-int64_t NewToken() {
-  std::random_device device;
-  return static_cast<int64_t>((uint64_t{device()} << 32 | uint64_t{device()}) >>
-                              1);
-}
-
 }  // namespace
 
 LeaseOwner NewLeaseOwner() {
@@ -63,7 +57,8 @@ LeaseOwner NewLeaseOwner() {
   owner.boot = ThisBoot();
   owner.pid = getpid();
   owner.start_ticks = StartTicks(owner.pid);
-  owner.token = NewToken();
+  static std::atomic<int64_t> tokens{0};
+  owner.token = ++tokens;
   return owner;
 }
 

@@ -7,6 +7,19 @@
 #include "compiler/base/status_macros.h"
 
 namespace kiln {
+namespace {
+
+// Binds key and owner to the first five slots.
+void BindOwned(const Digest& key, const LeaseOwner& owner,
+               Statement* statement) {
+  statement->BindBlob(1, key.AsBytes());
+  statement->BindText(2, owner.boot);
+  statement->BindInteger(3, owner.pid);
+  statement->BindInteger(4, owner.start_ticks);
+  statement->BindInteger(5, owner.token);
+}
+
+}  // namespace
 
 absl::StatusOr<bool> PlanCache::IsLeasedToOther(const Digest& key) {
   ASSIGN_OR_RETURN(
@@ -114,12 +127,12 @@ absl::Status PlanCache::RenewLeases(absl::Span<const Digest> keys,
     const Digest row_digest = Sha256(EncodeRow(columns));
     ASSIGN_OR_RETURN(
         Statement update,
-        database_->Prepare("UPDATE lease SET expires_unix = ?3, "
-                           "row_digest = ?4 WHERE key = ?1 AND token = ?2"));
-    update.BindBlob(1, columns.key);
-    update.BindInteger(2, columns.token);
-    update.BindInteger(3, columns.expires_unix);
-    update.BindBlob(4, row_digest.AsBytes());
+        database_->Prepare("UPDATE lease SET expires_unix = ?6, "
+                           "row_digest = ?7 WHERE key = ?1 AND boot = ?2 AND "
+                           "pid = ?3 AND start_ticks = ?4 AND token = ?5"));
+    BindOwned(key, owner_, &update);
+    update.BindInteger(6, columns.expires_unix);
+    update.BindBlob(7, row_digest.AsBytes());
     RETURN_IF_ERROR(update.Run());
   }
   return transaction.Commit();
@@ -132,11 +145,11 @@ absl::Status PlanCache::ReleaseLeases(absl::Span<const Digest> keys) {
       Transaction transaction,
       Transaction::Begin(database_.get(), Transaction::Kind::kWrite));
   for (const Digest& key : keys) {
-    ASSIGN_OR_RETURN(Statement remove,
-                     database_->Prepare("DELETE FROM lease WHERE key = ?1 "
-                                        "AND token = ?2"));
-    remove.BindBlob(1, key.AsBytes());
-    remove.BindInteger(2, owner_.token);
+    ASSIGN_OR_RETURN(
+        Statement remove,
+        database_->Prepare("DELETE FROM lease WHERE key = ?1 AND boot = ?2 AND "
+                           "pid = ?3 AND start_ticks = ?4 AND token = ?5"));
+    BindOwned(key, owner_, &remove);
     RETURN_IF_ERROR(remove.Run());
   }
   return transaction.Commit();

@@ -295,8 +295,8 @@ absl::StatusOr<PlanCache> PlanCache::OpenReadWrite(PlanCacheOptions options) {
         "cache folder ", options.directory, " lies on a network file system (",
         name,
         "), where locks of two hosts may not see each other and writers "
-        "destroy the file; choose a local folder with --cache and carry the "
-        "file over, or use the cache read-only"));
+        "destroy the file; choose a local folder with --cache and carry "
+        "results over with kiln cache export, or use the cache read-only"));
   }
   const std::string path = PathOf(options);
   ASSIGN_OR_RETURN(const FileState file, StateOf(path));

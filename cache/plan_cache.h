@@ -28,6 +28,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -105,6 +106,12 @@ class PlanCache {
 
   // Of index.db; empty when the cache is in memory.
   const std::string& path() const { return path_; }
+
+  // Device that later rows are said to come from; empty where none was
+  // involved.
+  void set_device_name(std::string name) {
+    options_.provenance.device_name = std::move(name);
+  }
 
   // Programs, by build digest. ------------------------------------------------
 

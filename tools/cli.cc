@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/time/time.h"
 #include "compiler/base/status_macros.h"
 
 namespace kiln {
@@ -220,6 +221,18 @@ std::string FormatTable(const std::vector<std::vector<std::string>>& rows) {
     out += line + "\n";
   }
   return out;
+}
+
+void PrintWarnings(PlanCache* cache) {
+  for (const std::string& warning : cache->TakeWarnings()) {
+    std::fprintf(stderr, "cache: %s\n", warning.c_str());
+  }
+}
+
+std::string FormatTime(int64_t unix_seconds) {
+  return absl::FormatTime("%Y-%m-%d %H:%M:%S UTC",
+                          absl::FromUnixSeconds(unix_seconds),
+                          absl::UTCTimeZone());
 }
 
 std::string FormatNs(double ns) {

@@ -56,12 +56,58 @@ struct PrewarmCommand {
   double compile_timeout = 120;
   double budget = 10;
   std::string stop_after;
+  std::string shard;  // "K/N"; empty = all
+};
+
+struct ExplainCommand {
+  PlanningOptions planning;
+  std::string entry;
+  uint64_t tokens = 1;
+};
+
+struct CacheCheckCommand {
+  bool repair = false;
+};
+
+struct CacheGcCommand {
+  std::optional<uint64_t> bytes_max;
+  std::optional<double> days_max;
+  std::vector<std::string> manifests;  // whose plans stay
+  PlanningOptions planning;            // of the manifests
+  std::vector<std::string> bundles;    // whose programs stay
+  bool dry_run = false;
+};
+
+struct CacheExportCommand {
+  std::vector<std::string> manifests;
+  PlanningOptions planning;
+  std::string output;
+};
+
+struct CacheImportCommand {
+  std::string file;
+  std::string digest;  // that the file must have; empty = any
+  std::string prefer;
+  bool dry_run = false;
+};
+
+struct CacheMergeCommand {
+  std::vector<std::string> directories;
+  std::string prefer;
+  bool dry_run = false;
 };
 
 struct DescribeCommand {
   std::string checkpoint;
   std::string output;  // empty = stdout
   int64_t tensor_parallel = 1;
+};
+
+struct PrepareCommand {
+  std::string checkpoint;
+  std::string output;
+  int64_t layer = 0;
+  std::string tensor_parallel = "0/1";  // rank/ranks
 };
 
 struct FreezeCommand {
@@ -110,6 +156,8 @@ struct RunCommand {
 // command returns its own.
 absl::StatusOr<int> RunDescribe(const GlobalOptions& global,
                                 const DescribeCommand& command);
+absl::StatusOr<int> RunPrepare(const GlobalOptions& global,
+                               const PrepareCommand& command);
 absl::StatusOr<int> RunPlan(const GlobalOptions& global,
                             const PlanningOptions& command);
 absl::StatusOr<int> RunPrewarm(const GlobalOptions& global,
@@ -126,6 +174,20 @@ absl::StatusOr<int> RunInspect(const GlobalOptions& global,
                                const InspectCommand& command);
 absl::StatusOr<int> RunRun(const GlobalOptions& global,
                            const RunCommand& command);
+absl::StatusOr<int> RunExplain(const GlobalOptions& global,
+                               const ExplainCommand& command);
+absl::StatusOr<int> RunCacheStats(const GlobalOptions& global);
+absl::StatusOr<int> RunCacheCheck(const GlobalOptions& global,
+                                  const CacheCheckCommand& command);
+absl::StatusOr<int> RunCacheGc(const GlobalOptions& global,
+                               const CacheGcCommand& command);
+absl::StatusOr<int> RunCacheExport(const GlobalOptions& global,
+                                   const CacheExportCommand& command);
+absl::StatusOr<int> RunCacheImport(const GlobalOptions& global,
+                                   const CacheImportCommand& command);
+absl::StatusOr<int> RunCacheMerge(const GlobalOptions& global,
+                                  const CacheMergeCommand& command);
+absl::StatusOr<int> RunReplay(const GlobalOptions& global);
 absl::StatusOr<int> RunDoctor(const GlobalOptions& global);
 
 // Exit code for a failure.
@@ -153,6 +215,12 @@ std::unique_ptr<ProgressSink> MakeProgress();
 
 // Rows of cells as a left-aligned table; the first row is the head.
 std::string FormatTable(const std::vector<std::vector<std::string>>& rows);
+
+// What the cache found damaged, on stderr.
+void PrintWarnings(PlanCache* cache);
+
+// "2026-11-29 20:15:03 UTC".
+std::string FormatTime(int64_t unix_seconds);
 
 // "12.3 us", "4.56 ms".
 std::string FormatNs(double ns);

@@ -3,9 +3,11 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "compiler/base/status_macros.h"
 #include "tools/cli.h"
 
@@ -13,6 +15,8 @@ namespace kiln {
 namespace {
 
 using Json = nlohmann::ordered_json;
+
+constexpr int kShardsMax = 10000;
 
 std::string StateOf(const IntervalReport& row) {
   if (!row.plan.has_value()) return "none";
@@ -99,6 +103,24 @@ void PrintTable(const PrewarmReport& report) {
   std::printf("%s\n", absl::StrJoin(stages, ", ").c_str());
 }
 
+absl::Status ParseShard(const std::string& text, PrewarmOptions* options) {
+  const std::vector<std::string> parts = absl::StrSplit(text, '/');
+  int index = 0;
+  int count = 0;
+  if (parts.size() != 2 || !absl::SimpleAtoi(parts[0], &index) ||
+      !absl::SimpleAtoi(parts[1], &count) || index < 1 || index > count ||
+      count > kShardsMax) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--shard is \"", text,
+                     "\", must be K/N with 1 <= K <= N "
+                     "<= ",
+                     kShardsMax, "; the first of three is 1/3"));
+  }
+  options->shard_index = index - 1;
+  options->shard_count = count;
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<int> RunPrewarm(const GlobalOptions& global,
@@ -117,6 +139,9 @@ absl::StatusOr<int> RunPrewarm(const GlobalOptions& global,
           "--stop-after is \"", command.stop_after,
           "\", must be resolve, lookup, enumerate, compile or race"));
     }
+  }
+  if (!command.shard.empty()) {
+    RETURN_IF_ERROR(ParseShard(command.shard, &options));
   }
   ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
   const std::unique_ptr<ProgressSink> progress = MakeProgress();

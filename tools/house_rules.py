@@ -49,7 +49,7 @@ BOX_OF_PATH = [(re.compile(pattern), box) for pattern, box in [
     (r"cache/", "cache"),
     (r"tuner/(planner|cost_model)", "planner"),
     (r"tuner/(device|loaded_plan|op_bench|racer|selection|verifier)", "racer"),
-    (r"tuner/(bundle_check|freeze|prewarm|qualification)", "prewarm"),
+    (r"tuner/(bundle_check|conclusion|explain|freeze|prewarm|qualification|stored_plans)", "prewarm"),
     (r"tools/", "tools"),
     (r"tests/", "tests"),
 ]]
@@ -57,7 +57,8 @@ BOX_OF_PATH = [(re.compile(pattern), box) for pattern, box in [
 # Header pattern, the only paths that may include it, and why.
 OWNED_HEADERS = [(re.compile(header), re.compile(paths), reason)
                  for header, paths, reason in [
-    (r"sqlite3\.h$", r"cache/sqlite_db\.cc$", "only cache/sqlite_db.cc sees SQLite"),
+    (r"sqlite3\.h$", r"(cache/sqlite_db|tests/cache/fault_vfs)\.cc$",
+     "only cache/sqlite_db.cc sees SQLite"),
     (r"(llvm|clang|lld|llvm-c|clang-c)/", r"compiler/cc_cpu[^/]*\.cc$",
      "only compiler/cc_cpu*.cc sees LLVM"),
     (r"(cuda|cuda_[a-z0-9_]+|nvrtc|nvJitLink|cudart[^/]*)\.(h|hpp)$", r"$^",

@@ -14,14 +14,13 @@ namespace {
 
 using Verb = std::function<absl::StatusOr<int>()>;
 
-void AddPlanning(CLI::App* verb, kiln::PlanningOptions* planning) {
-  verb->add_option("manifest", planning->manifest,
-                   "Model manifest, schema kiln.model/1")
-      ->required();
+// The options that decide a plan's key, apart from the manifest.
+void AddKeyOptions(CLI::App* verb, kiln::PlanningOptions* planning,
+                   bool target_required) {
   verb->add_option("--target", planning->targets,
                    "sm_90a, sm_120a, ..., cpu-x86-64-v3, or cpu for this "
                    "machine; may be repeated")
-      ->required()
+      ->required(target_required)
       ->allow_extra_args(false);
   verb->add_option("--max-capacity", planning->max_capacity,
                    "Leave out capacities above N tokens")
@@ -37,6 +36,21 @@ void AddPlanning(CLI::App* verb, kiln::PlanningOptions* planning) {
       ->check(CLI::Range(0, 63));
   verb->add_flag("--compile-only", planning->compile_only,
                  "Touch no device: compile and inspect; plans are predicted");
+}
+
+void AddPlanning(CLI::App* verb, kiln::PlanningOptions* planning) {
+  verb->add_option("manifest", planning->manifest,
+                   "Model manifest, schema kiln.model/1")
+      ->required();
+  AddKeyOptions(verb, planning, true);
+}
+
+void AddPrefer(CLI::App* verb, std::string* prefer, bool* dry_run) {
+  verb->add_option("--prefer", *prefer,
+                   "ours or theirs, where both answer a key differently "
+                   "(default: show and refuse)")
+      ->type_name("SIDE");
+  verb->add_flag("--dry-run", *dry_run, "Show what would be done");
 }
 
 int Run(int argc, char** argv) {
@@ -85,6 +99,24 @@ int Run(int argc, char** argv) {
   verb->callback(
       [&] { chosen = [&] { return RunDescribe(global, describe); }; });
 
+  kiln::PrepareCommand prepare;
+  verb = app.add_subcommand(
+      "prepare", "Write one layer's weights as the kernels read them");
+  verb->add_option("checkpoint", prepare.checkpoint,
+                   "Folder with config.json and safetensors files")
+      ->required();
+  verb->add_option("-o,--output", prepare.output, "Folder to write into")
+      ->type_name("DIR")
+      ->required();
+  verb->add_option("--layer", prepare.layer, "Layer of the model, from 0")
+      ->type_name("N")
+      ->required()
+      ->check(CLI::Range(0, 1023));
+  verb->add_option("--tp", prepare.tensor_parallel,
+                   "Rank K of N, counted from 0 (default 0/1)")
+      ->type_name("K/N");
+  verb->callback([&] { chosen = [&] { return RunPrepare(global, prepare); }; });
+
   kiln::PlanningOptions plan;
   verb = app.add_subcommand(
       "plan", "Requests, intervals, candidates and rejects; compiles nothing");
@@ -110,7 +142,102 @@ int Run(int argc, char** argv) {
   verb->add_option("--stop-after", prewarm.stop_after,
                    "resolve, lookup, enumerate, compile or race")
       ->type_name("STAGE");
+  verb->add_option("--shard", prewarm.shard,
+                   "Do part K of N (1 <= K <= N) into this cache: with "
+                   "--stop-after compile a part of the programs, else of the "
+                   "intervals; kiln cache merge joins the caches")
+      ->type_name("K/N");
   verb->callback([&] { chosen = [&] { return RunPrewarm(global, prewarm); }; });
+
+  kiln::ExplainCommand explain;
+  CLI::App* verb_explain = app.add_subcommand(
+      "explain",
+      "Why a plan won and what each rival lost by; on a miss, the fields that "
+      "keep the nearest plan from applying");
+  AddPlanning(verb_explain, &explain.planning);
+  verb_explain->add_option("--entry", explain.entry, "Entry, a request's name")
+      ->type_name("NAME")
+      ->required();
+  verb_explain->add_option("--tokens", explain.tokens, "Live tokens m")
+      ->type_name("M")
+      ->required()
+      ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 40));
+  verb_explain->callback(
+      [&] { chosen = [&] { return RunExplain(global, explain); }; });
+
+  CLI::App* cache = app.add_subcommand("cache", "Look after the plan cache");
+  cache->require_subcommand(1);
+  cache->fallthrough();
+  verb = cache->add_subcommand("stats", "Rows and bytes of each table");
+  verb->callback([&] { chosen = [&] { return RunCacheStats(global); }; });
+
+  kiln::CacheCheckCommand check;
+  verb = cache->add_subcommand(
+      "check", "Read every row and digest; exit 4 when something is damaged");
+  verb->add_flag("--repair", check.repair,
+                 "Rebuild the file from the rows that are whole");
+  verb->callback(
+      [&] { chosen = [&] { return RunCacheCheck(global, check); }; });
+
+  kiln::CacheGcCommand gc;
+  verb = cache->add_subcommand(
+      "gc",
+      "Remove what is old or too much; what manifests, bundles and the last "
+      "hour need stays");
+  verb->add_option("--max-bytes", gc.bytes_max,
+                   "Size to shrink the file to, for example 500MB or 2GiB")
+      ->type_name("SIZE")
+      ->transform(CLI::AsSizeValue(false));
+  verb->add_option("--max-age", gc.days_max, "Remove rows older than DAYS")
+      ->type_name("DAYS")
+      ->check(CLI::NonNegativeNumber);
+  verb->add_option("--manifest", gc.manifests,
+                   "Manifest whose plans for --target stay; may be repeated")
+      ->type_name("FILE")
+      ->allow_extra_args(false);
+  AddKeyOptions(verb, &gc.planning, false);
+  verb->add_option("--bundle", gc.bundles,
+                   "Bundle whose programs and plans stay; may be repeated")
+      ->type_name("FILE")
+      ->allow_extra_args(false);
+  verb->add_flag("--dry-run", gc.dry_run, "Show what would be removed");
+  verb->callback([&] { chosen = [&] { return RunCacheGc(global, gc); }; });
+
+  kiln::CacheExportCommand cache_export;
+  verb = cache->add_subcommand(
+      "export",
+      "Write the plans of models, with evidence and programs, to one "
+      "file");
+  verb->add_option("manifest", cache_export.manifests,
+                   "Manifests, schema kiln.model/1")
+      ->required();
+  AddKeyOptions(verb, &cache_export.planning, true);
+  verb->add_option("-o,--output", cache_export.output, "File to write")
+      ->type_name("FILE")
+      ->required();
+  verb->callback(
+      [&] { chosen = [&] { return RunCacheExport(global, cache_export); }; });
+
+  kiln::CacheImportCommand cache_import;
+  verb = cache->add_subcommand("import",
+                               "Check an exported file and add all it has");
+  verb->add_option("file", cache_import.file, "File that export wrote")
+      ->required();
+  verb->add_option("--digest", cache_import.digest,
+                   "SHA-256 that the file must have, as export printed it")
+      ->type_name("HEX");
+  AddPrefer(verb, &cache_import.prefer, &cache_import.dry_run);
+  verb->callback(
+      [&] { chosen = [&] { return RunCacheImport(global, cache_import); }; });
+
+  kiln::CacheMergeCommand merge;
+  verb = cache->add_subcommand("merge",
+                               "Add all that other caches have to this one");
+  verb->add_option("folders", merge.directories, "Cache folders to add")
+      ->required();
+  AddPrefer(verb, &merge.prefer, &merge.dry_run);
+  verb->callback(
+      [&] { chosen = [&] { return RunCacheMerge(global, merge); }; });
 
   kiln::FreezeCommand freeze;
   verb = app.add_subcommand("freeze", "Write the stored winners to one file");
@@ -126,7 +253,9 @@ int Run(int argc, char** argv) {
   verb->callback([&] { chosen = [&] { return RunFreeze(global, freeze); }; });
 
   kiln::VerifyCommand verify;
-  verb = app.add_subcommand("verify", "Check a bundle's structure and digests");
+  verb = app.add_subcommand(
+      "verify",
+      "Check a bundle's structure, digests and, with --key, signature");
   verb->add_option("file", verify.file, "Bundle")->required();
   verb->add_option("--root", verify.root, "Root that the bundle must have")
       ->type_name("HEX");
@@ -196,6 +325,10 @@ int Run(int argc, char** argv) {
   verb->add_flag("--allow-unqualified", run.allow_unqualified,
                  "Load plans of templates without a qualification");
   verb->callback([&] { chosen = [&] { return RunRun(global, run); }; });
+
+  verb = app.add_subcommand(
+      "replay", "Derive every stored winner again from its samples");
+  verb->callback([&] { chosen = [&] { return RunReplay(global); }; });
 
   verb = app.add_subcommand("doctor", "What Kiln finds on this machine");
   verb->callback([&] { chosen = [&] { return RunDoctor(global); }; });

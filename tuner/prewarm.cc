@@ -14,9 +14,9 @@
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/compile_pool.h"
+#include "tuner/conclusion.h"
 #include "tuner/op_bench.h"
 #include "tuner/racer.h"
-#include "tuner/selection.h"
 
 namespace kiln {
 namespace {
@@ -124,14 +124,10 @@ class Session {
 
   absl::Status Resolve(const Manifest& manifest) {
     const StageTimer timer(Stage::kResolve, &report_);
-    ASSIGN_OR_RETURN(const std::vector<PlannedRequest> requests,
-                     Canonicalize(manifest, options_.capacity_max));
-    for (const Target& target : options_.targets) {
-      ASSIGN_OR_RETURN(TargetContext context,
-                       ResolveTarget(target, options_, &cache_));
-      contexts_.push_back(std::move(context));
-    }
-    intervals_ = ResolveIntervals(requests, contexts_, options_);
+    ASSIGN_OR_RETURN(ResolvedManifest resolved,
+                     ResolveManifest(manifest, options_, &cache_));
+    contexts_ = std::move(resolved.contexts);
+    intervals_ = std::move(resolved.intervals);
     if (options_.shard_count > 1 && !ShardsPrograms()) {
       std::vector<ResolvedInterval> own;
       for (size_t i = 0; i < intervals_.size(); ++i) {
@@ -143,12 +139,12 @@ class Session {
       }
       intervals_ = std::move(own);
     }
-    for (const ResolvedInterval& resolved : intervals_) {
+    for (const ResolvedInterval& interval : intervals_) {
       IntervalReport row;
-      row.target = contexts_[resolved.context].target;
-      row.names = resolved.names;
-      row.geometry = resolved.geometry;
-      row.interval = resolved.interval;
+      row.target = contexts_[interval.context].target;
+      row.names = interval.names;
+      row.geometry = interval.geometry;
+      row.interval = interval.interval;
       report_.intervals.push_back(std::move(row));
     }
     return absl::OkStatus();
@@ -547,7 +543,10 @@ class Session {
             OpBench::Create(track->device.get(), intervals_[index].geometry,
                             options_.seed));
       }
-      RETURN_IF_ERROR(RaceInterval(index, track->bench.get(), done));
+      cache_.set_device_name(context.profile.name);
+      const absl::Status raced = RaceInterval(index, track->bench.get(), done);
+      cache_.set_device_name("");
+      RETURN_IF_ERROR(raced);
     }
     Release(keys);
     return true;
@@ -602,15 +601,15 @@ class Session {
                         detail.empty() ? "" : " ", detail);
   }
 
-  Plan MakePlan(size_t index, const Contender& winner) const {
+  Plan MakePlan(size_t index, const PlannedCandidate& winner) const {
     const ResolvedInterval& resolved = intervals_[index];
     Plan plan;
     plan.geometry = resolved.geometry;
     plan.target = contexts_[resolved.context].target;
     plan.interval = resolved.interval;
     plan.body = winner.body;
-    for (const auto& program : winner.programs) {
-      plan.programs.push_back(program->key.digest);
+    for (const ProgramKey& key : winner.programs) {
+      plan.programs.push_back(key.digest);
     }
     plan.evidence.candidates =
         static_cast<uint32_t>(plans_.at(index).candidates.size());
@@ -621,68 +620,101 @@ class Session {
   // says so.
   absl::Status Predict(size_t index) {
     IntervalReport& row = report_.intervals[index];
-    std::optional<Contender> first;
-    std::vector<Measurement> evidence;
+    const PlannedCandidate* first = nullptr;
     for (const PlannedCandidate& candidate : plans_.at(index).candidates) {
-      absl::StatusOr<Contender> contender = MakeContender(candidate);
+      const absl::StatusOr<Contender> contender = MakeContender(candidate);
       if (!contender.ok()) {
         if (!absl::IsNotFound(contender.status())) return contender.status();
         ++row.rejected;
         row.problem = std::string(contender.status().message());
         continue;
       }
-      if (!first.has_value()) first = *std::move(contender);
+      if (first == nullptr) first = &candidate;
     }
-    if (!first.has_value()) return absl::OkStatus();
+    if (first == nullptr) return absl::OkStatus();
     row.problem.clear();
     Plan plan = MakePlan(index, *first);
     plan.evidence.state = PlanState::kPredicted;
-    RETURN_IF_ERROR(cache_.PutPlan(intervals_[index].key, plan, evidence));
+    RETURN_IF_ERROR(cache_.PutPlan(intervals_[index].key, plan, {}));
     row.plan = std::move(plan);
     return absl::OkStatus();
   }
 
   absl::Status RaceInterval(size_t index, OpBench* bench, size_t done) {
     const ResolvedInterval& resolved = intervals_[index];
-    IntervalReport& row = report_.intervals[index];
+    // Every candidate in planned order; the contenders are those that can run.
+    std::vector<RaceEntry> entries;
     std::vector<Contender> contenders;
-    std::vector<Measurement> evidence;
+    std::vector<size_t> entry_of;
     for (const PlannedCandidate& candidate : plans_.at(index).candidates) {
+      RaceEntry& entry = entries.emplace_back();
+      entry.body = &candidate.body;
+      entry.digest = candidate.digest;
       ASSIGN_OR_RETURN(const std::optional<Reject> known,
                        cache_.FindReject(candidate.digest));
       absl::StatusOr<Contender> contender =
           known.has_value()
               ? absl::StatusOr<Contender>(absl::NotFoundError(known->reason))
               : MakeContender(candidate);
-      if (contender.ok()) {
-        contenders.push_back(*std::move(contender));
+      if (!contender.ok()) {
+        if (!absl::IsNotFound(contender.status())) return contender.status();
+        entry.problem = std::string(contender.status().message());
         continue;
       }
-      if (!absl::IsNotFound(contender.status())) return contender.status();
-      ++row.rejected;
-      row.problem = std::string(contender.status().message());
-      evidence.push_back(
-          RejectedEvidence(candidate.body, candidate.digest, row.problem));
+      entry.registers = RegistersOf(contender->body, contender->programs);
+      entry_of.push_back(entries.size() - 1);
+      contenders.push_back(*std::move(contender));
     }
-    if (contenders.empty()) return absl::OkStatus();
+    double noise_floor = 0;
+    if (!contenders.empty()) {
+      size_t running = 0;
+      RaceOptions race;
+      race.seconds_max = options_.race_seconds_max;
+      race.oracle_threads = OracleThreads();
+      race.progress = [&](const std::string& line) {
+        progress_.Update(Stage::kRace, done, missing_.size(),
+                         Describe(resolved, line));
+        RenewClaims();
+      };
+      race.about_to_run = [&](size_t contender) { running = contender; };
+      absl::StatusOr<RaceResult> result =
+          kiln::Race(bench, resolved.interval, contenders, race);
+      if (!result.ok()) {
+        return Quarantine(contenders[running], result.status());
+      }
+      report_.launches += result->launches;
+      noise_floor = result->noise_floor;
+      for (size_t i = 0; i < contenders.size(); ++i) {
+        entries[entry_of[i]].timing = std::move(result->timings[i]);
+      }
+    }
+    RETURN_IF_ERROR(RememberWrong(index, entries));
+    return StoreWinner(index, kiln::Conclude(entries, noise_floor),
+                       noise_floor);
+  }
 
-    size_t running = 0;
-    RaceOptions race;
-    race.seconds_max = options_.race_seconds_max;
-    race.oracle_threads = OracleThreads();
-    race.progress = [&](const std::string& line) {
-      progress_.Update(Stage::kRace, done, missing_.size(),
-                       Describe(resolved, line));
-      RenewClaims();
-    };
-    race.about_to_run = [&](size_t contender) { running = contender; };
-    absl::StatusOr<RaceResult> result =
-        kiln::Race(bench, resolved.interval, contenders, race);
-    if (!result.ok()) {
-      return Quarantine(contenders[running], result.status());
+  // Reports the candidates that were dropped, and remembers those that ran and
+  // were wrong.
+  absl::Status RememberWrong(size_t index,
+                             const std::vector<RaceEntry>& entries) {
+    IntervalReport& row = report_.intervals[index];
+    std::vector<Reject> rejects;
+    for (const RaceEntry& entry : entries) {
+      const bool ran = entry.timing.has_value();
+      if (ran && entry.timing->outcome != Outcome::kRejected) continue;
+      ++row.rejected;
+      row.problem = ran ? entry.timing->reason : entry.problem;
+      if (!ran) continue;
+      ++report_.rejects;
+      progress_.Note(
+          absl::StrCat("rejected ", entry.body->Label(), ": ", row.problem));
+      Reject reject;
+      reject.key = entry.digest;
+      reject.stage = RejectStage::kVerify;
+      reject.reason = row.problem;
+      rejects.push_back(std::move(reject));
     }
-    report_.launches += result->launches;
-    return Conclude(index, contenders, *result, std::move(evidence));
+    return cache_.PutRejects(rejects);
   }
 
   // The device failed while a candidate ran. The device may be unusable in this
@@ -700,97 +732,26 @@ class Session {
         "; the candidate is set aside, run the same command again"));
   }
 
-  static Measurement NewMeasurement(const PlanBody& body,
-                                    const Digest& digest) {
-    Measurement measurement;
-    measurement.label = body.Label();
-    measurement.candidate = digest;
-    measurement.numerics_class = body.numerics_class;
-    measurement.arena_bytes = body.arena.bytes;
-    return measurement;
-  }
-
-  static Measurement RejectedEvidence(const PlanBody& body,
-                                      const Digest& digest,
-                                      const std::string& reason) {
-    Measurement measurement = NewMeasurement(body, digest);
-    measurement.verdict = Verdict::kRejected;
-    measurement.reason = reason;
-    measurement.worst_error = std::numeric_limits<double>::quiet_NaN();
-    measurement.regret = std::numeric_limits<double>::quiet_NaN();
-    return measurement;
-  }
-
-  // Selects the winner from the samples and stores it with all evidence.
-  absl::Status Conclude(size_t index, const std::vector<Contender>& contenders,
-                        const RaceResult& result,
-                        std::vector<Measurement> evidence) {
+  // Stores the winner with all evidence.
+  absl::Status StoreWinner(size_t index, const Conclusion& conclusion,
+                           double noise_floor) {
     IntervalReport& row = report_.intervals[index];
-    std::vector<SelectionInput> inputs;
-    for (size_t i = 0; i < contenders.size(); ++i) {
-      const Timing& timing = result.timings[i];
-      inputs.push_back(
-          {.eligible = timing.outcome == Outcome::kFinished,
-           .median_ns = MedianNs(timing.samples),
-           .numerics_class = contenders[i].body.numerics_class,
-           .arena_bytes = contenders[i].body.arena.bytes,
-           .registers = RegistersOf(contenders[i].body, contenders[i].programs),
-           .key = contenders[i].digest});
-    }
-    const std::optional<size_t> winner =
-        SelectWinner(inputs, result.noise_floor);
-    std::vector<Reject> rejects;
-    for (size_t i = 0; i < contenders.size(); ++i) {
-      const Timing& timing = result.timings[i];
-      if (timing.outcome == Outcome::kRejected) {
-        ++row.rejected;
-        ++report_.rejects;
-        row.problem = timing.reason;
-        progress_.Note(absl::StrCat("rejected ", contenders[i].body.Label(),
-                                    ": ", timing.reason));
-        evidence.push_back(RejectedEvidence(
-            contenders[i].body, contenders[i].digest, timing.reason));
-        evidence.back().registers = inputs[i].registers;
-        Reject reject;
-        reject.key = contenders[i].digest;
-        reject.stage = RejectStage::kVerify;
-        reject.reason = timing.reason;
-        rejects.push_back(std::move(reject));
-        continue;
-      }
-      Measurement measurement =
-          NewMeasurement(contenders[i].body, contenders[i].digest);
-      measurement.registers = inputs[i].registers;
-      measurement.reason = timing.reason;
-      measurement.worst_error = timing.worst_error;
-      measurement.regret =
-          winner.has_value()
-              ? inputs[i].median_ns / inputs[*winner].median_ns - 1
-              : std::numeric_limits<double>::quiet_NaN();
-      for (const BlockTime& sample : timing.samples) {
-        measurement.samples.push_back({sample.block, sample.ns});
-      }
-      measurement.verdict =
-          winner == i                              ? Verdict::kWon
-          : timing.outcome == Outcome::kIdentical  ? Verdict::kIdentical
-          : timing.outcome == Outcome::kEliminated ? Verdict::kEliminated
-                                                   : Verdict::kLost;
-      evidence.push_back(std::move(measurement));
-    }
-    RETURN_IF_ERROR(cache_.PutRejects(rejects));
-    if (!winner.has_value()) return absl::OkStatus();
+    if (!conclusion.winner.has_value()) return absl::OkStatus();
     row.problem.clear();
-    Plan plan = MakePlan(index, contenders[*winner]);
+    const size_t winner = *conclusion.winner;
+    const Measurement& measured = conclusion.evidence[winner];
+    Plan plan = MakePlan(index, plans_.at(index).candidates[winner]);
     Evidence& proof = plan.evidence;
     proof.state = PlanState::kMeasured;
-    proof.median_ns = inputs[*winner].median_ns;
-    proof.default_median_ns =
-        inputs[0].eligible ? inputs[0].median_ns : proof.median_ns;
-    proof.noise_floor = result.noise_floor;
-    proof.worst_error = result.timings[*winner].worst_error;
-    proof.samples =
-        static_cast<uint32_t>(result.timings[*winner].samples.size());
-    RETURN_IF_ERROR(cache_.PutPlan(intervals_[index].key, plan, evidence));
+    proof.median_ns = MedianNs(measured);
+    // A default that was wrong or never ran is no comparison.
+    const double standard = MedianNs(conclusion.evidence[0]);
+    proof.default_median_ns = standard > 0 ? standard : proof.median_ns;
+    proof.noise_floor = noise_floor;
+    proof.worst_error = measured.worst_error;
+    proof.samples = static_cast<uint32_t>(measured.samples.size());
+    RETURN_IF_ERROR(
+        cache_.PutPlan(intervals_[index].key, plan, conclusion.evidence));
     row.plan = std::move(plan);
     return absl::OkStatus();
   }
@@ -927,6 +888,21 @@ std::vector<ResolvedInterval> ResolveIntervals(
       }
     }
   }
+  return resolved;
+}
+
+absl::StatusOr<ResolvedManifest> ResolveManifest(const Manifest& manifest,
+                                                 const PrewarmOptions& options,
+                                                 PlanCache* cache) {
+  ASSIGN_OR_RETURN(const std::vector<PlannedRequest> requests,
+                   Canonicalize(manifest, options.capacity_max));
+  ResolvedManifest resolved;
+  for (const Target& target : options.targets) {
+    ASSIGN_OR_RETURN(TargetContext context,
+                     ResolveTarget(target, options, cache));
+    resolved.contexts.push_back(std::move(context));
+  }
+  resolved.intervals = ResolveIntervals(requests, resolved.contexts, options);
   return resolved;
 }
 

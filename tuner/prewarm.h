@@ -146,6 +146,17 @@ std::vector<ResolvedInterval> ResolveIntervals(
     const std::vector<PlannedRequest>& requests,
     const std::vector<TargetContext>& contexts, const PrewarmOptions& options);
 
+// The intervals of a manifest on targets, and what stands behind them.
+struct ResolvedManifest {
+  std::vector<TargetContext> contexts;  // one per target
+  std::vector<ResolvedInterval> intervals;
+};
+
+// Canonicalize, ResolveTarget for each target, ResolveIntervals.
+absl::StatusOr<ResolvedManifest> ResolveManifest(const Manifest& manifest,
+                                                 const PrewarmOptions& options,
+                                                 PlanCache* cache);
+
 // Runs all stages. An interval without a winner is no error: see
 // PrewarmReport::complete. A cache whose file is damaged is repaired once, with
 // a note.

@@ -48,8 +48,8 @@ struct ModelConfig {
 // Reads a config.json. Keys that say nothing about routed experts are ignored;
 // a model with a vision tower has its own under "text_config".
 //   Errors: InvalidArgument "file:line:column: ..." for a missing or impossible
-//   value; FailedPrecondition, with the reason, for a model that is understood but
-//   not served.
+//   value; FailedPrecondition, with the reason, for a model that is understood
+//   but not served.
 absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
                                              absl::string_view file);
 

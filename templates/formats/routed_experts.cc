@@ -4,7 +4,6 @@
 #include <optional>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
@@ -57,21 +56,22 @@ struct ExpertTensorName {
   absl::string_view suffix;
 };
 
-// Reads a name that contains "experts"; nothing when it is not a routed
-// expert's (a shared expert's, or a router's).
+// Reads a tensor's name; nothing when it is not a routed expert's.
+//   block: ".mlp.experts." or the family's own
 absl::StatusOr<std::optional<ExpertTensorName>> ParseName(
-    absl::string_view name, const ModelConfig& config) {
-  const std::string block = absl::StrCat(".", config.naming.block, ".");
+    absl::string_view name, absl::string_view block,
+    const ModelConfig& config) {
   const size_t at = name.find(block);
   if (at == absl::string_view::npos) return std::nullopt;
   ExpertTensorName parsed;
   absl::string_view layer = name.substr(0, at + 1);
   bool known = false;
   for (const absl::string_view prefix : kPrefixes) {
-    const std::string front = absl::StrCat(prefix, kLayers);
-    if (!absl::StartsWith(layer, front)) continue;
+    absl::string_view rest = layer;
+    if (!absl::ConsumePrefix(&rest, prefix)) continue;
+    if (!absl::ConsumePrefix(&rest, kLayers)) continue;
     parsed.prefix = prefix;
-    layer.remove_prefix(front.size());
+    layer = rest;
     known = true;
     break;
   }
@@ -137,10 +137,11 @@ absl::StatusOr<RoutedExperts> RoutedExperts::Find(const Checkpoint& checkpoint,
                                                   const ModelConfig& config) {
   RoutedExperts found;
   found.config_ = config;
+  const std::string block = absl::StrCat(".", config.naming.block, ".");
   for (const SafetensorsFile& shard : checkpoint.shards()) {
     for (const SafetensorsTensor& tensor : shard.header().tensors()) {
       ASSIGN_OR_RETURN(const std::optional<ExpertTensorName> name,
-                       ParseName(tensor.name, config));
+                       ParseName(tensor.name, block, config));
       if (!name.has_value()) continue;
       const auto [prefix, inserted] =
           found.prefixes_.emplace(name->layer, name->prefix);

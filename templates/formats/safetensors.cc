@@ -410,21 +410,31 @@ absl::StatusOr<std::span<const uint8_t>> SafetensorsFile::Bytes(
                                   tensor.bytes());
 }
 
-std::string MakeSafetensorsHead(std::span<const SafetensorsTensor> tensors) {
-  std::string json = "{";
+std::string MakeSafetensorsHead(
+    std::span<const SafetensorsTensor> tensors,
+    const std::map<std::string, std::string>& metadata) {
+  std::vector<std::string> members;
+  if (!metadata.empty()) {
+    std::vector<std::string> pairs;
+    for (const auto& [key, value] : metadata) {
+      pairs.push_back(absl::StrCat("\"", key, "\":\"", value, "\""));
+    }
+    members.push_back(
+        absl::StrCat("\"__metadata__\":{", absl::StrJoin(pairs, ","), "}"));
+  }
   uint64_t at = 0;
   for (const SafetensorsTensor& tensor : tensors) {
     uint64_t bits = StoredTypeBits(tensor.type);
     for (const uint64_t dim : tensor.shape()) bits *= dim;
     KILN_CHECK(bits % 8 == 0);
     const uint64_t end = at + bits / 8;
-    absl::StrAppend(&json, json.size() > 1 ? ",\"" : "\"", tensor.name,
-                    "\":{\"dtype\":\"", StoredTypeName(tensor.type),
-                    "\",\"shape\":[", absl::StrJoin(tensor.shape(), ","),
-                    "],\"data_offsets\":[", at, ",", end, "]}");
+    members.push_back(absl::StrCat(
+        "\"", tensor.name, "\":{\"dtype\":\"", StoredTypeName(tensor.type),
+        "\",\"shape\":[", absl::StrJoin(tensor.shape(), ","),
+        "],\"data_offsets\":[", at, ",", end, "]}"));
     at = end;
   }
-  json += "}";
+  std::string json = absl::StrCat("{", absl::StrJoin(members, ","), "}");
   while ((kLengthBytes + json.size()) % kDataAlignment != 0) json += ' ';
   std::string head;
   for (size_t i = 0; i < kLengthBytes; ++i) {

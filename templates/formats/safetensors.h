@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -133,7 +134,10 @@ class SafetensorsFile {
 // that the data starts at a multiple of 64. Offsets follow the order given.
 //   tensors: distinct names of printable ASCII without quotes and backslashes;
 //   `begin` and `end` are ignored.
-std::string MakeSafetensorsHead(std::span<const SafetensorsTensor> tensors);
+//   metadata: key and value pairs, of the same characters.
+std::string MakeSafetensorsHead(
+    std::span<const SafetensorsTensor> tensors,
+    const std::map<std::string, std::string>& metadata);
 
 }  // namespace kiln
 

@@ -6,7 +6,9 @@
 #include <gtest/gtest.h>
 #include <immintrin.h>
 
+#include <cstdio>
 #include <cstring>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -298,6 +300,21 @@ TEST(StepTest, AStepWithAnEmptyGridIsSkipped) {
   EXPECT_EQ(fake.launches()[0].kernel, "fc2");
   kiln_modules_unload(modules, nullptr);
   kiln_bundle_close(bundle, nullptr);
+}
+
+// Entries of one model differ in a digit or two, wherever it stands.
+TEST(HashNameTest, NamesThatDifferInADigitSpreadOverTheBuckets) {
+  for (const char* form : {"scale%03d", "layer%03d.moe", "%03d", "moe%d",
+                           "model.layers.%d.mlp.experts"}) {
+    std::set<uint64_t> buckets;
+    for (int i = 0; i < 256; ++i) {
+      char name[64];
+      std::snprintf(name, sizeof(name), form, i);
+      buckets.insert(runtime::HashName(name, std::strlen(name)) % 512);
+    }
+    // A random function hits 512 (1 - exp(-1/2)) = 201.
+    EXPECT_GE(buckets.size(), 180u) << form;
+  }
 }
 
 TEST(ManyIntervalsTest, TheMessageShowsTheFirstOnesAndTheLast) {

@@ -2,6 +2,7 @@
 
 #include "runtime/load_cuda.h"
 
+#include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -90,6 +91,17 @@ TEST_F(LoadCudaTest, LeavesTheCurrentContextAlone) {
 TEST_F(LoadCudaTest, NeedsAContext) {
   fake_.context_stack.clear();
   EXPECT_EQ(Load(TinyCudaSection()), KILN_STATUS_NO_CONTEXT);
+}
+
+TEST_F(LoadCudaTest, SaysThatThereIsNoDriver) {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW);
+  if (library != nullptr) {
+    dlclose(library);
+    GTEST_SKIP() << "this machine has an NVIDIA driver";
+  }
+  options_.driver = nullptr;  // the real one
+  EXPECT_EQ(Load(TinyCudaSection()), KILN_STATUS_NO_DRIVER);
+  EXPECT_THAT(error_.message, HasSubstr("libcuda.so.1"));
 }
 
 TEST_F(LoadCudaTest, RefusesAnOlderDriver) {

@@ -34,6 +34,21 @@ class RuntimeSymbolsTest(unittest.TestCase):
                              {"libc.so.6", "ld-linux-x86-64.so.2"})
         self.assertIn("libc.so.6", needed)
 
+    def test_every_refusal_is_explained_and_tested(self):
+        names = set(re.findall(r"KILN_STATUS_(\w+) = [1-9]",
+                               read("runtime/kiln.h")))
+        self.assertGreater(len(names), 30)
+        table = read("runtime/README.md")
+        folder = os.path.join(ROOT, "tests")
+        tests = "".join(
+            read(os.path.join("tests", area, name))
+            for area in ("runtime", "tools")
+            for name in os.listdir(os.path.join(folder, area))
+            if name.endswith((".cc", ".py")))
+        for name in sorted(names):
+            self.assertRegex(table, rf"`{name}` \d+", "runtime/README.md")
+            self.assertRegex(tests, rf"\bKILN_STATUS_{name}\b", "no test")
+
     def exported(self):
         lines = run("nm", "-D", "--defined-only", LIBRARY).splitlines()
         names = {line.split()[-1].split("@")[0] for line in lines}

@@ -42,7 +42,8 @@ std::string RandomScales(uint64_t count, uint64_t* state) {
 
 std::string LittleEndian32(uint32_t value) {
   std::string bytes;
-  for (int i = 0; i < 4; ++i) bytes.push_back(static_cast<char>(value >> 8 * i));
+  for (int i = 0; i < 4; ++i)
+    bytes.push_back(static_cast<char>(value >> 8 * i));
   return bytes;
 }
 
@@ -113,13 +114,11 @@ void WriteCheckpoint(const TestFolder& folder, const TestTensors& tensors,
 }
 
 void AddExl3(const std::string& key, uint64_t in, uint64_t out, uint64_t bits,
-             const std::string& codebook, uint64_t seed,
-             TestTensors* tensors) {
+             const std::string& codebook, uint64_t seed, TestTensors* tensors) {
   uint64_t state = seed;
-  (*tensors)[key + ".trellis"] = {
-      "I16",
-      {in / 16, out / 16, 16 * bits},
-      RandomBytes(in * out / 8 * bits, &state)};
+  (*tensors)[key + ".trellis"] = {"I16",
+                                  {in / 16, out / 16, 16 * bits},
+                                  RandomBytes(in * out / 8 * bits, &state)};
   (*tensors)[key + ".suh"] = {"F16", {in}, RandomScales(in, &state)};
   (*tensors)[key + ".svh"] = {"F16", {out}, RandomScales(out, &state)};
   if (codebook == "mcg") {

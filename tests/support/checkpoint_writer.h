@@ -34,7 +34,9 @@ class TestFolder {
   ~TestFolder();
 
   const std::string& path() const { return path_; }
+
   std::string At(const std::string& name) const { return path_ + "/" + name; }
+
   // Writes path()/name and returns its path.
   std::string Write(const std::string& name, const std::string& contents) const;
 

@@ -646,6 +646,144 @@ class CacheTest(CliTest):
 
 
 @need_cc_cpu
+class CareTest(CliTest):
+    """explain, cache and --shard on the small model."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.bundle = frozen_bundle()
+
+    def test_explain_shows_the_winner_and_its_rivals(self):
+        result = kiln("--json", "explain", SMALL, *CPU, "--entry", "moe",
+                      "--tokens", "3")
+        self.assertEqual(result.code, DONE, result)
+        (interval,) = result.json()["intervals"]
+        self.assertEqual((interval["m_min"], interval["m_max"]), (2, 4))
+        self.assertEqual(interval["state"], "measured")
+        self.assertGreater(interval["provenance"]["created_unix"], 0)
+        self.assertTrue(interval["provenance"]["host"])
+        verdicts = [c["verdict"] for c in interval["candidates"]]
+        self.assertEqual(verdicts, ["won"])
+        self.assertTrue(interval["candidates"][0]["numerics_class"])
+        words = kiln("explain", SMALL, *CPU, "--entry", "moe", "--tokens", "3")
+        self.assertEqual(words.code, DONE, words)
+        self.assertIn(interval["winner"], words.out)
+        self.assertIn("noise floor", words.out)
+
+    def test_explain_names_the_field_that_makes_a_miss(self):
+        result = kiln("--json", "explain", SMALL, "--target", "cpu",
+                      "--max-candidates", "2", "--entry", "moe",
+                      "--tokens", "3")
+        self.assertEqual(result.code, INCOMPLETE, result)
+        (interval,) = result.json()["intervals"]
+        self.assertEqual(interval["state"], "none")
+        self.assertEqual(
+            interval["nearest"]["differences"],
+            [{"field": "candidates/limit", "stored": "1", "wanted": "2"}])
+        words = kiln("explain", SMALL, "--target", "cpu", "--max-candidates",
+                     "2", "--entry", "moe", "--tokens", "3")
+        self.assertEqual(words.code, INCOMPLETE, words)
+        self.assertIn("candidates/limit", words.out)
+
+    def test_explain_refuses_what_the_manifest_lacks(self):
+        self.refuse(USAGE, '"nope"', "moe", args=[
+            "explain", SMALL, *CPU, "--entry", "nope", "--tokens", "1"])
+        self.refuse(REFUSED, "1..8", "9", args=[
+            "explain", SMALL, *CPU, "--entry", "moe", "--tokens", "9"])
+
+    def test_stats_and_check_of_a_whole_cache(self):
+        result = kiln("--json", "cache", "stats")
+        self.assertEqual(result.code, DONE, result)
+        self.assertGreater(result.json()["tables"]["plan"]["rows"], 0)
+        self.assertEqual(result.json()["tables"]["lease"]["rows"], 0)
+        self.assertEqual(kiln("cache", "stats").code, DONE)
+        result = kiln("--json", "cache", "check")
+        self.assertEqual(result.code, DONE, result)
+        self.assertEqual(result.json()["findings"], [])
+
+    def test_check_finds_damage_and_repairs_it(self):
+        shutil.copytree(SCRATCH / "cache", SCRATCH / "hurt")
+        path = SCRATCH / "hurt" / "index.db"
+        data = bytearray(path.read_bytes())
+        at = data.index(b"fused_moe.cpu{")
+        data[at] ^= 1
+        path.write_bytes(data)
+        result = kiln("--json", "cache", "check", cache="hurt")
+        self.assertEqual(result.code, REFUSED, result)
+        self.assertTrue(result.json()["findings"])
+        result = kiln("--json", "cache", "check", "--repair", cache="hurt")
+        self.assertEqual(result.code, DONE, result)
+        self.assertTrue(result.json()["dropped"])
+        self.assertEqual(kiln("cache", "check", cache="hurt").code, DONE)
+
+    def test_export_import_and_freeze_again(self):
+        file = SCRATCH / "small.kilncache"
+        result = kiln("--json", "cache", "export", SMALL, *CPU, "-o", file)
+        self.assertEqual(result.code, DONE, result)
+        digest = result.json()["digest"]
+        self.assertEqual(result.json()["plans"], 3)
+        self.expect(kiln("cache", "import", file, "--digest", "0" * 64,
+                         cache="imported"), REFUSED, digest, "0" * 64)
+        result = kiln("--json", "cache", "import", file, "--digest", digest,
+                      cache="imported")
+        self.assertEqual(result.code, DONE, result)
+        self.assertEqual(result.json()["plans_added"], 3)
+        again = SCRATCH / "imported.kiln"
+        result = kiln("freeze", SMALL, *CPU, "--allow-unqualified", "-o",
+                      again, cache="imported")
+        self.assertEqual(result.code, DONE, result)
+        self.assertEqual(again.read_bytes(), self.bundle.read_bytes())
+        data = bytearray(file.read_bytes())
+        data[data.index(b"fused_moe.cpu{")] ^= 1
+        file.write_bytes(data)
+        self.expect(kiln("cache", "import", file, cache="untouched"), REFUSED,
+                    "damaged", "nothing was imported")
+
+    def test_export_of_what_is_missing_is_incomplete(self):
+        file = SCRATCH / "absent.kilncache"
+        self.refuse(INCOMPLETE, "3 of 3", "kiln prewarm",
+                    args=["cache", "export", SMALL, *CPU, "-o", file],
+                    cache="empty_export")
+        self.assertFalse(file.exists())
+
+    def test_shards_merge_to_a_cache_that_freezes(self):
+        folders = []
+        for shard in ("1/3", "2/3", "3/3"):
+            folders.append(SCRATCH / f"shard{shard[0]}")
+            result = kiln("--json", "prewarm", SMALL, *CPU, "--budget", "0.05",
+                          "--shard", shard, cache=folders[-1].name)
+            self.assertEqual(result.code, DONE, result)
+            self.assertEqual(result.json()["intervals"], 1)
+        result = kiln("--json", "cache", "merge", *folders, cache="joined")
+        self.assertEqual(result.code, DONE, result)
+        self.assertEqual(
+            sum(m["plans_added"] for m in result.json()["merged"]), 3)
+        result = kiln("freeze", SMALL, *CPU, "--allow-unqualified", "-o",
+                      SCRATCH / "joined.kiln", cache="joined")
+        self.assertEqual(result.code, DONE, result)
+        for shard in ("0/3", "4/3", "1", "a/b", "1/0", "-1/2"):
+            self.refuse(USAGE, "--shard", shard, args=[
+                "prewarm", SMALL, *CPU, f"--shard={shard}"])
+
+    def test_merge_needs_a_cache_to_take_from(self):
+        self.expect(kiln("cache", "merge", SCRATCH / "nowhere",
+                         cache="joined2"), FAILED, "nowhere")
+        self.expect(kiln("cache", "merge", SCRATCH / "cache", "--prefer", "me",
+                         cache="joined2"), USAGE, "--prefer", '"me"')
+
+    def test_gc_keeps_what_is_new_and_what_is_named(self):
+        self.refuse(USAGE, "--max-bytes", "--max-age", args=["cache", "gc"])
+        result = kiln("--json", "cache", "gc", "--max-age", "0", "--manifest",
+                      SMALL, *CPU, "--bundle", self.bundle, "--dry-run")
+        self.assertEqual(result.code, DONE, result)
+        self.assertEqual(result.json()["removed"], [])
+        self.assertEqual(result.json()["plans_kept"], 3)
+        self.expect(kiln("cache", "gc", "--max-bytes", "1KB"), INCOMPLETE,
+                    "within the last hour")
+        self.assertEqual(kiln("cache", "check").code, DONE)
+
+
+@need_cc_cpu
 class BadBundleTest(CliTest):
 
     @classmethod

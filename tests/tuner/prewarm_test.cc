@@ -210,6 +210,8 @@ TEST_F(PrewarmTest, StoresEveryCandidatesEvidence) {
     int won = 0;
     for (const Measurement& measurement : evidence) {
       EXPECT_FALSE(measurement.samples.empty()) << measurement.label;
+      EXPECT_FALSE(measurement.numerics_class.empty());
+      EXPECT_GT(measurement.arena_bytes, 0u);
       won += measurement.verdict == Verdict::kWon ? 1 : 0;
       if (measurement.verdict == Verdict::kWon) {
         EXPECT_EQ(measurement.label, stored.plan.body.Label());
@@ -310,12 +312,11 @@ TEST_F(PrewarmTest, FreezeRefusesATemplateWithoutAQualification) {
   ASSERT_OK(cache);
   FreezePolicy policy;
   policy.receipts.clear();
-  EXPECT_THAT(
-      Freeze(SmallManifest(kManifest), SmallOptions(), policy, &*cache),
-      StatusIs(absl::StatusCode::kFailedPrecondition,
-               AllOf(HasSubstr("template fused_moe.cpu"),
-                     HasSubstr("no qualification for cpu-x86-64-v"),
-                     HasSubstr("--allow-unqualified"))));
+  EXPECT_THAT(Freeze(SmallManifest(kManifest), SmallOptions(), policy, &*cache),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       AllOf(HasSubstr("template fused_moe.cpu"),
+                             HasSubstr("no qualification for cpu-x86-64-v"),
+                             HasSubstr("--allow-unqualified"))));
   policy.allow_unqualified = true;
   ASSERT_OK_AND_ASSIGN(
       const FreezeResult allowed,
@@ -509,55 +510,81 @@ TEST_F(PrewarmTest, AWrongProgramIsRejectedOnceAndNeverRunAgain) {
 
 // ---- killed ----------------------------------------------------------------
 
-int64_t StoredPrograms(const std::string& folder) {
+int64_t StoredRows(const std::string& folder, const std::string& name) {
   absl::StatusOr<PlanCache> cache =
       PlanCache::Open(folder, CacheMode::kReadOnly);
   if (!cache.ok()) return 0;
   const absl::StatusOr<CacheStats> stats = cache->Stats();
   if (!stats.ok()) return 0;
   for (const TableStats& table : stats->tables) {
-    if (table.name == "program") return table.rows;
+    if (table.name == name) return table.rows;
   }
   return 0;
 }
 
-TEST_F(PrewarmTest, AKilledRunKeepsWhatItHadAndTheNextOneFinishes) {
+// kiln prewarm of small.json in `scratch` on its folder "cache"; results go to
+// the file `out`. Returns the process, or -1.
+pid_t StartKiln(const ScratchFolder& scratch, const std::string& out,
+                const std::string& candidates) {
   const std::string kiln = std::string(std::getenv("KILN_BIN_DIR")) + "/kiln";
-  if (access(kiln.c_str(), X_OK) != 0) GTEST_SKIP() << kiln << " is not built";
-  ScratchFolder scratch;
   const std::string folder = scratch.File("cache");
   const std::string manifest = scratch.File("small.json");
-  std::ofstream(manifest) << kManifest;
   const std::string target = SmallOptions().targets[0].ToString();
   std::vector<std::string> words = {
-      kiln,      "--cache", folder,     "--cc-cpu", CcCpuPath(),
-      "prewarm", manifest,  "--target", target,     "--max-candidates",
-      "6",       "--jobs",  "1",        "--json"};
+      kiln,        "--cache",          folder,     "--cc-cpu",
+      CcCpuPath(), "prewarm",          manifest,   "--target",
+      target,      "--max-candidates", candidates, "--jobs",
+      "1",         "--budget",         "0.05",     "--json"};
   std::vector<char*> argv;
   for (std::string& word : words) argv.push_back(word.data());
   argv.push_back(nullptr);
-  pid_t pid = 0;
-  posix_spawn_file_actions_t quiet;
-  ASSERT_EQ(posix_spawn_file_actions_init(&quiet), 0);
-  posix_spawn_file_actions_addopen(&quiet, 1, "/dev/null", O_WRONLY, 0);
-  posix_spawn_file_actions_addopen(&quiet, 2, "/dev/null", O_WRONLY, 0);
-  ASSERT_EQ(
-      posix_spawn(&pid, kiln.c_str(), &quiet, nullptr, argv.data(), environ),
-      0);
-  posix_spawn_file_actions_destroy(&quiet);
+  posix_spawn_file_actions_t files;
+  EXPECT_EQ(posix_spawn_file_actions_init(&files), 0);
+  posix_spawn_file_actions_addopen(&files, 1, out.c_str(),
+                                   O_WRONLY | O_CREAT | O_TRUNC, 0644);
+  posix_spawn_file_actions_addopen(&files, 2, "/dev/null", O_WRONLY, 0);
+  pid_t pid = -1;
+  const int code =
+      posix_spawn(&pid, kiln.c_str(), &files, nullptr, argv.data(), environ);
+  posix_spawn_file_actions_destroy(&files);
+  EXPECT_EQ(code, 0);
+  return code == 0 ? pid : -1;
+}
+
+std::string WhyNoKiln() {
+  const std::string kiln = std::string(std::getenv("KILN_BIN_DIR")) + "/kiln";
+  return access(kiln.c_str(), X_OK) == 0 ? "" : kiln + " is not built";
+}
+
+// The number behind "name": in a line of JSON; -1 without it.
+int64_t NumberIn(const std::string& json, const std::string& name) {
+  const std::string mark = absl::StrCat("\"", name, "\":");
+  const size_t at = json.rfind(mark);
+  return at == std::string::npos
+             ? -1
+             : std::strtoll(json.c_str() + at + mark.size(), nullptr, 10);
+}
+
+TEST_F(PrewarmTest, AKilledRunKeepsWhatItHadAndTheNextOneFinishes) {
+  if (const std::string why = WhyNoKiln(); !why.empty()) GTEST_SKIP() << why;
+  ScratchFolder scratch;
+  const std::string folder = scratch.File("cache");
+  std::ofstream(scratch.File("small.json")) << kManifest;
+  const pid_t pid = StartKiln(scratch, "/dev/null", "6");
+  ASSERT_GT(pid, 0);
   const auto begin = std::chrono::steady_clock::now();
   int64_t stored = 0;
   int state = 0;
   while (stored == 0 &&
          std::chrono::steady_clock::now() - begin < std::chrono::minutes(2)) {
     ASSERT_EQ(waitpid(pid, &state, WNOHANG), 0) << "ended before it was killed";
-    stored = StoredPrograms(folder);
+    stored = StoredRows(folder, "program");
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   kill(pid, SIGKILL);
   ASSERT_EQ(waitpid(pid, &state, 0), pid);
   ASSERT_TRUE(WIFSIGNALED(state)) << "ended before it was killed";
-  stored = StoredPrograms(folder);
+  stored = StoredRows(folder, "program");
   ASSERT_GE(stored, 1);
 
   PrewarmOptions options = SmallOptions();
@@ -570,6 +597,179 @@ TEST_F(PrewarmTest, AKilledRunKeepsWhatItHadAndTheNextOneFinishes) {
   ASSERT_OK_AND_ASSIGN(PlanCache cache,
                        PlanCache::Open(folder, CacheMode::kReadOnly));
   EXPECT_THAT(cache.Check(), testing::IsOkAndHolds(IsEmpty()));
+}
+
+// ---- many processes on one cache -------------------------------------------
+
+TEST_F(PrewarmTest, SixteenColdRunsCompileAndRaceEverythingOnce) {
+  if (const std::string why = WhyNoKiln(); !why.empty()) GTEST_SKIP() << why;
+  constexpr int kRuns = 16;
+  ScratchFolder scratch;
+  std::ofstream(scratch.File("small.json")) << kManifest;
+  std::vector<pid_t> runs;
+  for (int i = 0; i < kRuns; ++i) {
+    runs.push_back(StartKiln(scratch, scratch.File(absl::StrCat(i)), "2"));
+    ASSERT_GT(runs.back(), 0);
+  }
+  int64_t compiled = 0;
+  int64_t raced = 0;
+  for (int i = 0; i < kRuns; ++i) {
+    int state = 0;
+    ASSERT_EQ(waitpid(runs[static_cast<size_t>(i)], &state, 0),
+              runs[static_cast<size_t>(i)]);
+    EXPECT_TRUE(WIFEXITED(state) && WEXITSTATUS(state) == 0) << state;
+    const std::string out = ReadTestFile(scratch.File(absl::StrCat(i)));
+    EXPECT_EQ(NumberIn(out, "winners"), 2) << out;
+    EXPECT_EQ(NumberIn(out, "rejects"), 0) << out;
+    compiled += NumberIn(out, "programs_compiled");
+    for (size_t at = 0; (at = out.find("\"raced\"", at)) != std::string::npos;
+         ++at) {
+      ++raced;
+    }
+  }
+  const std::string folder = scratch.File("cache");
+  EXPECT_GE(compiled, 2);
+  EXPECT_EQ(compiled, StoredRows(folder, "program"));
+  EXPECT_EQ(raced, 2) << "each interval is raced by one of them";
+  EXPECT_EQ(StoredRows(folder, "plan"), 2);
+  EXPECT_EQ(StoredRows(folder, "lease"), 0);
+  ASSERT_OK_AND_ASSIGN(PlanCache cache,
+                       PlanCache::Open(folder, CacheMode::kReadOnly));
+  EXPECT_THAT(cache.Check(), testing::IsOkAndHolds(IsEmpty()));
+}
+
+TEST_F(PrewarmTest, WhatAKilledRunHadClaimedIsTakenOver) {
+  if (const std::string why = WhyNoKiln(); !why.empty()) GTEST_SKIP() << why;
+  ScratchFolder scratch;
+  const std::string folder = scratch.File("cache");
+  std::ofstream(scratch.File("small.json")) << kManifest;
+  const pid_t owner = StartKiln(scratch, "/dev/null", "3");
+  ASSERT_GT(owner, 0);
+  const auto begin = std::chrono::steady_clock::now();
+  while (StoredRows(folder, "lease") == 0 &&
+         std::chrono::steady_clock::now() - begin < std::chrono::minutes(2)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  // A second one is waiting already when the first dies.
+  const pid_t heir = StartKiln(scratch, scratch.File("heir"), "3");
+  ASSERT_GT(heir, 0);
+  kill(owner, SIGKILL);
+  int state = 0;
+  ASSERT_EQ(waitpid(owner, &state, 0), owner);
+  ASSERT_TRUE(WIFSIGNALED(state)) << "ended before it was killed";
+  EXPECT_GE(StoredRows(folder, "lease"), 1) << "it died with its claims";
+  ASSERT_EQ(waitpid(heir, &state, 0), heir);
+  EXPECT_TRUE(WIFEXITED(state) && WEXITSTATUS(state) == 0) << state;
+  const std::string out = ReadTestFile(scratch.File("heir"));
+  EXPECT_EQ(NumberIn(out, "winners"), 2) << out;
+  EXPECT_EQ(
+      NumberIn(out, "programs_compiled") + NumberIn(out, "programs_reused"),
+      StoredRows(folder, "program"));
+  EXPECT_EQ(StoredRows(folder, "lease"), 0);
+}
+
+TEST_F(PrewarmTest, ShardsJoinToWhatOneRunMakes) {
+  constexpr int kShards = 3;
+  const std::string text =
+      absl::StrReplaceAll(kManifest, {{"[1, 4]", "[1, 2, 4]"}});
+  ScratchFolder scratch;
+  ASSERT_OK_AND_ASSIGN(
+      PlanCache joined,
+      PlanCache::Open(scratch.File("joined"), CacheMode::kReadWrite));
+  ASSERT_OK(RunPrewarm(scratch.File("whole"), SmallOptions(),
+                       CacheMode::kReadWrite, nullptr, text));
+  // First the programs, each compiled by one shard.
+  size_t compiled = 0;
+  for (int shard = 0; shard < kShards; ++shard) {
+    PrewarmOptions options = SmallOptions();
+    options.shard_index = shard;
+    options.shard_count = kShards;
+    options.stop_after = Stage::kCompile;
+    const std::string folder = scratch.File(absl::StrCat("compile", shard));
+    ASSERT_OK_AND_ASSIGN(
+        const PrewarmReport report,
+        RunPrewarm(folder, options, CacheMode::kReadWrite, nullptr, text));
+    compiled += report.programs_compiled;
+    ASSERT_OK_AND_ASSIGN(PlanCache part,
+                         PlanCache::Open(folder, CacheMode::kReadOnly));
+    ASSERT_OK_AND_ASSIGN(const MergeReport merged, joined.MergeFrom(&part, {}));
+    EXPECT_TRUE(merged.stored);
+  }
+  EXPECT_EQ(compiled,
+            static_cast<size_t>(StoredRows(scratch.File("whole"), "program")));
+  EXPECT_EQ(StoredRows(scratch.File("joined"), "program"),
+            static_cast<int64_t>(compiled));
+  // Then the races, each from a copy of all programs.
+  size_t intervals = 0;
+  for (int shard = 0; shard < kShards; ++shard) {
+    PrewarmOptions options = SmallOptions();
+    options.shard_index = shard;
+    options.shard_count = kShards;
+    const std::string folder = scratch.File(absl::StrCat("race", shard));
+    std::filesystem::copy(scratch.File("joined"), folder,
+                          std::filesystem::copy_options::recursive);
+    ASSERT_OK_AND_ASSIGN(
+        const PrewarmReport report,
+        RunPrewarm(folder, options, CacheMode::kReadWrite, nullptr, text));
+    EXPECT_TRUE(report.complete);
+    EXPECT_EQ(report.programs_compiled, 0u);
+    intervals += report.intervals.size();
+  }
+  EXPECT_EQ(intervals, 3u);
+  for (int shard = 0; shard < kShards; ++shard) {
+    ASSERT_OK_AND_ASSIGN(
+        PlanCache part,
+        PlanCache::Open(scratch.File(absl::StrCat("race", shard)),
+                        CacheMode::kReadOnly));
+    ASSERT_OK_AND_ASSIGN(const MergeReport merged, joined.MergeFrom(&part, {}));
+    EXPECT_TRUE(merged.stored);
+    EXPECT_THAT(merged.conflicts, IsEmpty());
+  }
+  ASSERT_OK_AND_ASSIGN(PlanCache whole, PlanCache::Open(scratch.File("whole"),
+                                                        CacheMode::kReadOnly));
+  const auto keys = [](PlanCache* cache) {
+    std::vector<PlanKey> found;
+    absl::StatusOr<std::vector<StoredPlan>> plans = cache->ListPlans();
+    EXPECT_OK(plans);
+    for (const StoredPlan& plan : *plans) found.push_back(plan.key);
+    return found;
+  };
+  EXPECT_EQ(keys(&joined), keys(&whole));
+  EXPECT_THAT(joined.Check(), testing::IsOkAndHolds(IsEmpty()));
+  ASSERT_OK_AND_ASSIGN(const FreezeResult frozen,
+                       RunFreeze(scratch.File("joined"), SmallOptions(), false,
+                                 CacheMode::kReadOnly, text));
+  EXPECT_EQ(frozen.plans, 3u);
+}
+
+TEST_F(PrewarmTest, ADamagedFileIsRepairedOnceAndTheRunGoesOn) {
+  ScratchFolder scratch;
+  std::filesystem::copy(warm_->path(), scratch.path(),
+                        std::filesystem::copy_options::recursive);
+  const std::string path = scratch.File("index.db");
+  const std::string whole = ReadTestFile(path);
+  // Pages of 4096 bytes from the second on, until one stops a plain run.
+  bool repaired = false;
+  for (size_t page = 1; page < whole.size() / 4096 && !repaired; ++page) {
+    std::string damaged = whole;
+    damaged.replace(page * 4096, 4096, 4096, '\x5A');
+    std::ofstream(path, std::ios::binary) << damaged;
+    SCOPED_TRACE(absl::StrCat("page ", page));
+    Notes notes;
+    ASSERT_OK_AND_ASSIGN(const PrewarmReport report,
+                         RunPrewarm(scratch.path(), SmallOptions(),
+                                    CacheMode::kReadWrite, &notes));
+    EXPECT_TRUE(report.complete);
+    for (const std::string& line : notes.lines) {
+      repaired = repaired || line.find("rebuilding it") != std::string::npos;
+    }
+    ASSERT_OK_AND_ASSIGN(PlanCache cache,
+                         PlanCache::Open(scratch.path(), CacheMode::kReadOnly));
+    if (repaired) {
+      EXPECT_THAT(cache.Check(), testing::IsOkAndHolds(IsEmpty()));
+    }
+  }
+  EXPECT_TRUE(repaired) << "no damaged page stopped a run";
 }
 
 }  // namespace

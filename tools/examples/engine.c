@@ -94,6 +94,10 @@ int main(int argc, char** argv) {
   if (argc > 4 && strcmp(argv[4], "--allow-unqualified") == 0) {
     engine.load_flags = KILN_LOAD_ALLOW_UNQUALIFIED;
   }
+  if (m > kTokensMax) {
+    fprintf(stderr, "engine_c: it has buffers for %d tokens\n", kTokensMax);
+    return 2;
+  }
   if (Start(&engine, argv[1]) != 0) return 1;
 
   /* One arena for every batch: as large as the largest plan wants. */

@@ -152,7 +152,9 @@ int main(int argc, char** argv) {
   const bool consent =
       argc > 4 && std::string(argv[4]) == "--allow-unqualified";
   try {
-    const Engine engine(argv[1], consent ? KILN_LOAD_ALLOW_UNQUALIFIED : 0u);
+    uint32_t load_flags = 0;
+    if (consent) load_flags |= KILN_LOAD_ALLOW_UNQUALIFIED;
+    const Engine engine(argv[1], load_flags);
     const double sum =
         Serve(engine, argv[2], std::strtoull(argv[3], nullptr, 10));
     std::printf("%.17g\n", sum);

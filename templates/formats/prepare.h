@@ -1,0 +1,40 @@
+// Prepare: the native tensors of one layer as one safetensors file, ready to be
+// mapped and copied to a device.
+
+#ifndef KILN_TEMPLATES_FORMATS_PREPARE_H_
+#define KILN_TEMPLATES_FORMATS_PREPARE_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "compiler/spec/request.h"
+
+namespace kiln {
+
+struct PrepareOptions {
+  int64_t layer = 0;
+  // Tensor-parallel rank, counted from 0.
+  int64_t rank = 0;
+  int64_t ranks = 1;
+};
+
+struct PreparedLayer {
+  std::string path;
+  uint64_t bytes = 0;        // of the file
+  RequestGeometry geometry;  // with the rank's intermediate size
+};
+
+// Writes `output`/layer-00003.safetensors, or with several ranks
+// layer-00003-rank-0-of-2.safetensors, and creates the folder. The tensors have
+// the names and shapes of the op's weight slots; metadata says layer, rank,
+// codebook and top_k. Readers see no file or the whole one.
+//   Errors: those of reading the checkpoint, each with a path; InvalidArgument
+//   for a layer without routed experts; those of writing a file.
+absl::StatusOr<PreparedLayer> PrepareLayer(const std::string& folder,
+                                           const std::string& output,
+                                           const PrepareOptions& options);
+
+}  // namespace kiln
+
+#endif  // KILN_TEMPLATES_FORMATS_PREPARE_H_

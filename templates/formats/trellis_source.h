@@ -1,0 +1,94 @@
+// TrellisSource: the weights of one fused_moe layer in their native layout,
+// whatever container they come from. The size of every tensor is known before
+// a byte is allocated; bytes are delivered in pieces, so that the host never
+// holds more of a layer than one piece. Payloads are copied, never re-encoded.
+//
+// Source: trellis format specification, sections 1.8 and 2.2.
+
+#ifndef KILN_TEMPLATES_FORMATS_TRELLIS_SOURCE_H_
+#define KILN_TEMPLATES_FORMATS_TRELLIS_SOURCE_H_
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "compiler/spec/request.h"
+#include "templates/formats/checkpoint.h"
+#include "templates/formats/routed_experts.h"
+#include "templates/formats/safetensors.h"
+#include "templates/fused_moe/op.h"
+
+namespace kiln {
+
+// The most that one piece holds.
+inline constexpr uint64_t kStagingBytesMax = 64u << 20;
+inline constexpr uint64_t kStagingExpertsMax = 64;
+
+// Intermediate channels [begin, end) of the source, multiples of 128: what one
+// tensor-parallel rank holds. Outputs of all ranks add up to the whole.
+struct TrellisExtent {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+// The slots of the op's parameter block that hold weights, in its order.
+inline constexpr std::array<FusedMoeParam, 7> kTrellisSlots = {
+    FusedMoeParam::kWGate,   FusedMoeParam::kWUp,   FusedMoeParam::kWDown,
+    FusedMoeParam::kGateSuh, FusedMoeParam::kUpSuh, FusedMoeParam::kRotations,
+    FusedMoeParam::kDownSvh,
+};
+
+// Not thread-safe.
+class TrellisSource {
+ public:
+  virtual ~TrellisSource() = default;
+
+  // Geometry of the native tensors: `intermediate` is the extent's. Fields that
+  // are no property of weights have their defaults.
+  const RequestGeometry& geometry() const { return geometry_; }
+
+  // Name, type and shape of a slot's native tensor; `begin` is 0 and `end` its
+  // exact size in bytes. The name lives for the whole process.
+  SafetensorsTensor Tensor(FusedMoeParam slot) const;
+
+  // Calls `sink` with consecutive pieces of the slot's native tensor, each of
+  // at most kStagingBytesMax bytes of at most kStagingExpertsMax experts. The
+  // piece is only valid during the call. Stops at the first error.
+  absl::Status Stream(
+      FusedMoeParam slot,
+      const std::function<absl::Status(std::span<const uint8_t>)>& sink);
+
+ protected:
+  explicit TrellisSource(const RequestGeometry& geometry)
+      : geometry_(geometry) {}
+
+  // Writes one row of expert `expert`. Of a trellis, a row is all tiles of 16
+  // input channels ([columns / 16][16 K]); of a table, it is the expert's part.
+  virtual absl::Status ReadRow(FusedMoeParam slot, uint64_t expert,
+                               uint64_t row, std::span<uint8_t> out) = 0;
+
+ private:
+  RequestGeometry geometry_;
+};
+
+// Channels of rank `rank` of `ranks`, counted from 0.
+//   Errors: InvalidArgument for a rank outside 0..ranks-1 or a split that cuts
+//   a Hadamard block; see IntermediatePerRank.
+absl::StatusOr<TrellisExtent> ExtentOfRank(int64_t intermediate, int64_t rank,
+                                           int64_t ranks);
+
+// A source over the EXL3 groups of one layer. Checks the values that have rules
+// of their own: markers and scales.
+//   checkpoint: borrowed.
+//   Errors: InvalidArgument with the tensor, the value and the rule.
+absl::StatusOr<std::unique_ptr<TrellisSource>> TrellisFromExl3(
+    const RoutedLayer& layer, const TrellisExtent& extent,
+    Checkpoint* checkpoint);
+
+}  // namespace kiln
+
+#endif  // KILN_TEMPLATES_FORMATS_TRELLIS_SOURCE_H_

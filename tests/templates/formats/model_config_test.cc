@@ -1,0 +1,198 @@
+#include "templates/formats/model_config.h"
+
+#include <gtest/gtest.h>
+
+#include "tests/support/status_matchers.h"
+
+namespace kiln {
+namespace {
+
+using ::absl::StatusCode;
+using ::kiln::testing::StatusIs;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr char kQwen[] = R"({
+ "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1,
+ "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144,
+ "mlp_only_layers": [], "model_type": "qwen3_moe",
+ "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+ "num_hidden_layers": 4, "torch_dtype": "bfloat16",
+ "quantization_config": {"quant_method": "exl3", "bits": 4.0,
+                         "codebook": "mcg"}
+})";
+
+std::string Replaced(std::string text, const std::string& from,
+                     const std::string& to) {
+  const size_t at = text.find(from);
+  EXPECT_NE(at, std::string::npos) << from;
+  return text.replace(at, from.size(), to);
+}
+
+absl::StatusOr<ModelConfig> Changed(const std::string& from,
+                                    const std::string& to) {
+  return ParseModelConfig(Replaced(kQwen, from, to), "c.json");
+}
+
+TEST(ModelConfigTest, ReadsQwen3Moe) {
+  ASSERT_OK_AND_ASSIGN(const ModelConfig config,
+                       ParseModelConfig(kQwen, "c.json"));
+  EXPECT_EQ(config.hidden, 2048);
+  EXPECT_EQ(config.intermediate, 768);
+  EXPECT_EQ(config.experts, 128);
+  EXPECT_EQ(config.top_k, 8);
+  EXPECT_EQ(config.io_dtype, DType::kBf16);
+  EXPECT_EQ(config.codebook, Codebook::kMcg);
+  EXPECT_EQ(config.naming.block, "mlp.experts");
+  EXPECT_THAT(config.moe_layers, ElementsAre(0, 1, 2, 3));
+  EXPECT_TRUE(config.extra_layers.empty());
+}
+
+TEST(ModelConfigTest, QwenCountsItsSparseStepFromOne) {
+  ASSERT_OK_AND_ASSIGN(
+      const ModelConfig config,
+      Changed("\"decoder_sparse_step\": 1", "\"decoder_sparse_step\": 2"));
+  EXPECT_THAT(config.moe_layers, ElementsAre(1, 3));
+}
+
+TEST(ModelConfigTest, QwenMayNameDenseLayers) {
+  ASSERT_OK_AND_ASSIGN(
+      const ModelConfig config,
+      Changed("\"mlp_only_layers\": []", "\"mlp_only_layers\": [2, 0]"));
+  EXPECT_THAT(config.moe_layers, ElementsAre(1, 3));
+}
+
+TEST(ModelConfigTest, ReadsMixtral) {
+  ASSERT_OK_AND_ASSIGN(
+      const ModelConfig config,
+      ParseModelConfig(R"({"model_type": "mixtral", "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 14336,
+        "num_local_experts": 8, "num_experts_per_tok": 2,
+        "num_hidden_layers": 2, "torch_dtype": "float16"})",
+                       "c.json"));
+  EXPECT_EQ(config.intermediate, 14336);
+  EXPECT_EQ(config.io_dtype, DType::kF16);
+  EXPECT_EQ(config.naming.block, "block_sparse_moe.experts");
+  EXPECT_THAT(config.naming.projections, ElementsAre("w1", "w3", "w2"));
+  EXPECT_EQ(config.codebook, std::nullopt);
+}
+
+TEST(ModelConfigTest, ReadsDeepseekWithDenseAndExtraLayers) {
+  for (const char* type :
+       {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe"}) {
+    ASSERT_OK_AND_ASSIGN(
+        const ModelConfig config,
+        ParseModelConfig(
+            Replaced(R"({"model_type": "TYPE", "hidden_act": "silu",
+        "hidden_size": 7168, "intermediate_size": 18432,
+        "moe_intermediate_size": 2048, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3, "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 1, "num_hidden_layers": 6})",
+                     "TYPE", type),
+            "c.json"));
+    EXPECT_EQ(config.intermediate, 2048);
+    EXPECT_THAT(config.moe_layers, ElementsAre(3, 4, 5));
+    EXPECT_THAT(config.extra_layers, ElementsAre(6));
+    EXPECT_EQ(config.io_dtype, DType::kBf16);
+  }
+}
+
+TEST(ModelConfigTest, ReadsOlmoe) {
+  ASSERT_OK_AND_ASSIGN(
+      const ModelConfig config,
+      ParseModelConfig(R"({"model_type": "olmoe", "hidden_act": "silu",
+        "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64,
+        "num_experts_per_tok": 8, "num_hidden_layers": 1})",
+                       "c.json"));
+  EXPECT_EQ(config.intermediate, 1024);
+  EXPECT_EQ(config.experts, 64);
+}
+
+TEST(ModelConfigTest, ReadsTheTextPartOfAVisionModel) {
+  ASSERT_OK_AND_ASSIGN(
+      const ModelConfig config,
+      ParseModelConfig(R"({"model_type": "qwen3_vl_moe", "text_config": )" +
+                           Replaced(kQwen, "qwen3_moe", "qwen3_vl_moe_text") +
+                           "}",
+                       "c.json"));
+  EXPECT_EQ(config.model_type, "qwen3_vl_moe_text");
+}
+
+TEST(ModelConfigTest, RefusesADenseModelWithTheReason) {
+  EXPECT_THAT(ParseModelConfig(R"({"model_type": "llama"})", "c.json"),
+              StatusIs(StatusCode::kFailedPrecondition,
+                       AllOf(HasSubstr("\"llama\" has no routed experts"),
+                             HasSubstr("linear"))));
+}
+
+TEST(ModelConfigTest, RefusesGptOssWithTheReason) {
+  EXPECT_THAT(Changed("qwen3_moe", "gpt_oss"),
+              StatusIs(StatusCode::kFailedPrecondition,
+                       HasSubstr("clamped SwiGLU and biases")));
+}
+
+TEST(ModelConfigTest, RefusesAnUnknownModelType) {
+  EXPECT_THAT(Changed("qwen3_moe", "new_moe"),
+              StatusIs(StatusCode::kFailedPrecondition,
+                       AllOf(HasSubstr("\"new_moe\" is not known"),
+                             HasSubstr("deepseek_v2, deepseek_v3"))));
+}
+
+TEST(ModelConfigTest, RefusesAnotherActivation) {
+  EXPECT_THAT(Changed("\"silu\"", "\"gelu\""),
+              StatusIs(StatusCode::kFailedPrecondition,
+                       HasSubstr("\"hidden_act\" is \"gelu\"")));
+}
+
+TEST(ModelConfigTest, RefusesAnotherQuantisation) {
+  EXPECT_THAT(Changed("\"exl3\"", "\"fp8\""),
+              StatusIs(StatusCode::kFailedPrecondition,
+                       HasSubstr("\"quant_method\" is \"fp8\", only")));
+}
+
+TEST(ModelConfigTest, RefusesAnUnknownCodebook) {
+  EXPECT_THAT(Changed("\"mcg\"", "\"mcg2\""),
+              StatusIs(StatusCode::kInvalidArgument,
+                       HasSubstr("\"mcg2\", must be one of 3inst, mcg, mul1")));
+}
+
+TEST(ModelConfigTest, RefusesAMissingKeyWithItsPlace) {
+  EXPECT_THAT(Changed("\"hidden_size\"", "\"hidden\""),
+              StatusIs(StatusCode::kInvalidArgument,
+                       AllOf(HasSubstr("c.json:1:1: "),
+                             HasSubstr("lacks the key \"hidden_size\""))));
+}
+
+TEST(ModelConfigTest, RefusesImpossibleNumbers) {
+  EXPECT_THAT(Changed("\"num_experts\": 128", "\"num_experts\": 1025"),
+              StatusIs(StatusCode::kInvalidArgument,
+                       HasSubstr("1025, must be within 1..1024")));
+  EXPECT_THAT(
+      Changed("\"num_experts_per_tok\": 8", "\"num_experts_per_tok\": 33"),
+      StatusIs(StatusCode::kInvalidArgument,
+               HasSubstr("33, must be within 1..32")));
+  EXPECT_THAT(Changed("\"num_hidden_layers\": 4", "\"num_hidden_layers\": 0"),
+              StatusIs(StatusCode::kInvalidArgument,
+                       HasSubstr("0, must be within 1..1024")));
+  EXPECT_THAT(
+      Changed("\"hidden_size\": 2048", "\"hidden_size\": \"2048\""),
+      StatusIs(StatusCode::kInvalidArgument, HasSubstr("must be an integer")));
+}
+
+TEST(ModelConfigTest, RefusesAModelWhoseLayersAreAllDense) {
+  EXPECT_THAT(
+      Changed("\"mlp_only_layers\": []", "\"mlp_only_layers\": [0, 1, 2, 3]"),
+      StatusIs(StatusCode::kInvalidArgument,
+               HasSubstr("no layer with routed experts")));
+}
+
+TEST(ModelConfigTest, RefusesActivationsOfAnotherType) {
+  EXPECT_THAT(Changed("\"bfloat16\"", "\"float32\""),
+              StatusIs(StatusCode::kInvalidArgument,
+                       HasSubstr("\"torch_dtype\" is \"float32\"")));
+}
+
+}  // namespace
+}  // namespace kiln

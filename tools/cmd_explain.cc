@@ -1,0 +1,240 @@
+// kiln explain: why an interval has the winner it has, or why it has none.
+
+#include <cmath>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/time.h"
+#include "compiler/base/status_macros.h"
+#include "tools/cli.h"
+#include "tuner/explain.h"
+#include "tuner/racer.h"
+
+namespace kiln {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+double Median(const Measurement& measurement) {
+  std::vector<BlockTime> times;
+  for (const Sample& sample : measurement.samples) {
+    times.push_back({sample.block, sample.ns});
+  }
+  return MedianNs(times);
+}
+
+// JSON knows no NaN and no infinity.
+Json Finite(double value) {
+  return std::isfinite(value) ? Json(value) : Json();
+}
+
+Json ToJson(const Provenance& provenance) {
+  return {{"created", FormatTime(provenance.created_unix)},
+          {"created_unix", provenance.created_unix},
+          {"host", provenance.host_name},
+          {"device", provenance.device_name},
+          {"tool", provenance.tool_version}};
+}
+
+std::string Origin(const Provenance& provenance) {
+  std::string text = absl::StrCat(FormatTime(provenance.created_unix), " on \"",
+                                  provenance.host_name, "\"");
+  if (!provenance.device_name.empty()) {
+    absl::StrAppend(&text, " (", provenance.device_name, ")");
+  }
+  return absl::StrCat(text, " by ", provenance.tool_version);
+}
+
+Json HitJson(const StoredPlan& stored,
+             const std::vector<Measurement>& measurements) {
+  const Evidence& evidence = stored.plan.evidence;
+  Json out;
+  out["state"] =
+      evidence.state == PlanState::kMeasured ? "measured" : "predicted";
+  out["winner"] = stored.plan.body.Label();
+  out["numerics_class"] = stored.plan.body.numerics_class;
+  out["arena_bytes"] = stored.plan.body.arena.bytes;
+  out["evidence"] = {{"median_ns", evidence.median_ns},
+                     {"default_median_ns", evidence.default_median_ns},
+                     {"noise_floor", evidence.noise_floor},
+                     {"worst_error", evidence.worst_error},
+                     {"samples", evidence.samples},
+                     {"candidates", evidence.candidates}};
+  out["provenance"] = ToJson(stored.provenance);
+  out["programs"] = Json::array();
+  for (const Digest& program : stored.plan.programs) {
+    out["programs"].push_back(program.ToHex());
+  }
+  out["candidates"] = Json::array();
+  for (const Measurement& measurement : measurements) {
+    out["candidates"].push_back(
+        {{"label", measurement.label},
+         {"digest", measurement.candidate.ToHex()},
+         {"verdict", std::string(VerdictName(measurement.verdict))},
+         {"reason", measurement.reason},
+         {"median_ns", Finite(Median(measurement))},
+         {"regret", Finite(measurement.regret)},
+         {"worst_error", Finite(measurement.worst_error)},
+         {"samples", measurement.samples.size()},
+         {"numerics_class", measurement.numerics_class},
+         {"arena_bytes", measurement.arena_bytes},
+         {"registers", measurement.registers}});
+  }
+  return out;
+}
+
+void PrintHit(const StoredPlan& stored,
+              const std::vector<Measurement>& measurements) {
+  const Evidence& evidence = stored.plan.evidence;
+  std::printf("winner   %s\n", stored.plan.body.Label().c_str());
+  if (evidence.state == PlanState::kMeasured) {
+    std::printf(
+        "evidence %s median of %u blocks, default %s, noise floor %.2f%%, "
+        "error %.1e against the oracle\n",
+        FormatNs(evidence.median_ns).c_str(), evidence.samples,
+        FormatNs(evidence.default_median_ns).c_str(),
+        100 * evidence.noise_floor, evidence.worst_error);
+  } else {
+    std::printf("evidence none: predicted, it never ran\n");
+  }
+  std::printf("made     %s\n", Origin(stored.provenance).c_str());
+  std::vector<std::vector<std::string>> rows = {
+      {"candidate", "verdict", "median", "regret", "error", "reason"}};
+  for (const Measurement& measurement : measurements) {
+    const double median = Median(measurement);
+    rows.push_back({measurement.label,
+                    std::string(VerdictName(measurement.verdict)),
+                    std::isfinite(median) ? FormatNs(median) : "-",
+                    std::isfinite(measurement.regret)
+                        ? absl::StrFormat("%+.1f%%", 100 * measurement.regret)
+                        : "-",
+                    std::isfinite(measurement.worst_error)
+                        ? absl::StrFormat("%.1e", measurement.worst_error)
+                        : "-",
+                    measurement.reason.empty() ? "-" : measurement.reason});
+  }
+  if (rows.size() > 1) std::printf("%s", FormatTable(rows).c_str());
+}
+
+Json MissJson(const std::optional<NearestPlan>& nearest) {
+  Json out;
+  out["state"] = "none";
+  if (!nearest.has_value()) {
+    out["nearest"] = nullptr;
+    return out;
+  }
+  Json differences = Json::array();
+  for (const FieldDifference& field : nearest->differences) {
+    differences.push_back(
+        {{"field", field.path},
+         {"stored", field.stored.has_value() ? Json(*field.stored) : Json()},
+         {"wanted", field.wanted.has_value() ? Json(*field.wanted) : Json()}});
+  }
+  out["nearest"] = {{"plan_key", nearest->stored.key.digest.ToHex()},
+                    {"winner", nearest->stored.plan.body.Label()},
+                    {"provenance", ToJson(nearest->stored.provenance)},
+                    {"differences", std::move(differences)}};
+  return out;
+}
+
+void PrintMiss(const std::optional<NearestPlan>& nearest) {
+  if (!nearest.has_value()) {
+    std::printf(
+        "no plan is stored, not even for another key; run kiln "
+        "prewarm\n");
+    return;
+  }
+  std::printf("no plan is stored under this key; the nearest is %s\n",
+              nearest->stored.key.digest.ToHex().c_str());
+  std::printf("made     %s\n", Origin(nearest->stored.provenance).c_str());
+  std::vector<std::vector<std::string>> rows = {
+      {"field that differs", "stored", "wanted here"}};
+  for (const FieldDifference& field : nearest->differences) {
+    rows.push_back({field.path, field.stored.value_or("(absent)"),
+                    field.wanted.value_or("(absent)")});
+  }
+  std::printf("%s", FormatTable(rows).c_str());
+}
+
+}  // namespace
+
+absl::StatusOr<int> RunExplain(const GlobalOptions& global,
+                               const ExplainCommand& command) {
+  ASSIGN_OR_RETURN(const Manifest manifest,
+                   ReadManifest(command.planning.manifest));
+  ASSIGN_OR_RETURN(const PrewarmOptions options,
+                   MakePrewarmOptions(global, command.planning));
+  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
+  ASSIGN_OR_RETURN(const ResolvedManifest resolved,
+                   ResolveManifest(manifest, options, &cache));
+  std::set<std::string> names;
+  uint32_t capacity = 0;
+  std::vector<const ResolvedInterval*> matches;
+  for (const ResolvedInterval& interval : resolved.intervals) {
+    names.insert(interval.names.begin(), interval.names.end());
+    if (std::find(interval.names.begin(), interval.names.end(),
+                  command.entry) == interval.names.end()) {
+      continue;
+    }
+    capacity = std::max(capacity, interval.interval.m_max);
+    if (interval.interval.m_min <= command.tokens &&
+        command.tokens <= interval.interval.m_max) {
+      matches.push_back(&interval);
+    }
+  }
+  if (names.count(command.entry) == 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "entry \"", command.entry, "\" is not in ", command.planning.manifest,
+        ", which has ", absl::StrJoin(names, ", ")));
+  }
+  if (matches.empty()) {
+    return absl::OutOfRangeError(
+        absl::StrCat("entry \"", command.entry, "\" has intervals for 1..",
+                     capacity, " tokens, asked for ", command.tokens,
+                     "; add a capacity to the manifest"));
+  }
+  bool all = true;
+  Json out = Json::array();
+  for (const ResolvedInterval* interval : matches) {
+    const Target& target = resolved.contexts[interval->context].target;
+    const Digest& key = interval->key.digest;
+    ASSIGN_OR_RETURN(const std::optional<StoredPlan> stored,
+                     cache.FindPlan(key));
+    Json entry = {{"entry", command.entry},
+                  {"tokens", command.tokens},
+                  {"target", target.ToString()},
+                  {"m_min", interval->interval.m_min},
+                  {"m_max", interval->interval.m_max},
+                  {"plan_key", key.ToHex()}};
+    if (!global.json) {
+      std::printf("%s, %u..%u tokens, on %s\nplan key %s\n",
+                  command.entry.c_str(), interval->interval.m_min,
+                  interval->interval.m_max, target.ToString().c_str(),
+                  key.ToHex().c_str());
+    }
+    if (stored.has_value()) {
+      ASSIGN_OR_RETURN(const std::vector<Measurement> measurements,
+                       cache.LoadMeasurements(key));
+      entry.update(HitJson(*stored, measurements));
+      if (!global.json) PrintHit(*stored, measurements);
+    } else {
+      all = false;
+      ASSIGN_OR_RETURN(const std::optional<NearestPlan> nearest,
+                       FindNearestPlan(interval->key, &cache));
+      entry.update(MissJson(nearest));
+      if (!global.json) PrintMiss(nearest);
+    }
+    out.push_back(std::move(entry));
+  }
+  PrintWarnings(&cache);
+  if (global.json) {
+    std::printf("%s\n", Json{{"intervals", std::move(out)}}.dump(1).c_str());
+  }
+  return all ? kExitDone : kExitIncomplete;
+}
+
+}  // namespace kiln
