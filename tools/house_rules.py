@@ -49,7 +49,8 @@ BOX_OF_PATH = [(re.compile(pattern), box) for pattern, box in [
     (r"cache/", "cache"),
     (r"tuner/(planner|cost_model)", "planner"),
     (r"tuner/(device|loaded_plan|op_bench|racer|selection|verifier)", "racer"),
-    (r"tuner/(bundle_check|conclusion|explain|freeze|prewarm|qualification|stored_plans)", "prewarm"),
+    (r"tuner/(bundle_check|conclusion|explain|freeze|prewarm|qualification|"
+     r"stored_plans)", "prewarm"),
     (r"tools/", "tools"),
     (r"tests/", "tests"),
 ]]

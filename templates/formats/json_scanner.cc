@@ -134,7 +134,11 @@ absl::StatusOr<absl::string_view> JsonScanner::Value() {
   }
   if (i > text_.size()) return Error("string without an end");
   const absl::string_view value = text_.substr(begin, i - begin);
-  const absl::StatusOr<JsonNode> node = ParseJson(value, "value");
+  if (value.empty()) return Error("expected a value");
+  // In brackets, it is as deep as it is in the text, and what only a whole text
+  // may begin with, a byte order mark, is refused.
+  const absl::StatusOr<JsonNode> node =
+      ParseJson(absl::StrCat("[", value, "]"), "value");
   if (!node.ok()) return Error(ReasonOf(node.status()));
   at_ = i;
   return value;

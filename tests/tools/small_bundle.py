@@ -1,4 +1,4 @@
-"""Bundles of small models for this machine's CPU, made by kiln itself."""
+"""Bundles of small models for this machine, made by kiln itself."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def kiln(*arguments):
                           capture_output=True, text=True, check=False)
 
 
-def make(folder, name, *requests, predicted=False):
+def make(folder, name, *requests, predicted=False, target="cpu"):
     """Prewarms and freezes the requests with a cache of their own, and returns
     the bundle's path. `predicted`: only compiles, so that no plan ever ran."""
     folder = pathlib.Path(folder)
@@ -34,7 +34,7 @@ def make(folder, name, *requests, predicted=False):
         {"schema": "kiln.model/1", "name": name,
          "requests": list(requests or [REQUEST])}))
     bundle = folder / f"{name}.kiln"
-    planning = [manifest, "--target", "cpu", "--max-candidates", "1"]
+    planning = [manifest, "--target", target, "--max-candidates", "1"]
     if predicted:
         planning.append("--compile-only")
     freeze = ["freeze", *planning, "-o", bundle, "--allow-unqualified"]

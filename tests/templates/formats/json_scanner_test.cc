@@ -74,6 +74,11 @@ TEST(JsonScannerTest, ValueTakesOneWholeValue) {
   EXPECT_EQ(value, "{\"a\": [1, \"]}\", {}]}");
   EXPECT_TRUE(scanner.Take(','));
   EXPECT_THAT(scanner.Value(), kiln::testing::IsOkAndHolds("3"));
+  for (const char* text : {"", ",", "}", "\xEF\xBB\xBF{}", "1 2"}) {
+    EXPECT_THAT(JsonScanner(text).Value(),
+                StatusIs(StatusCode::kInvalidArgument, HasSubstr("byte 0: ")))
+        << text;
+  }
   EXPECT_THAT(JsonScanner("{\"a\" 1}").Value(),
               StatusIs(StatusCode::kInvalidArgument, HasSubstr("JSON")));
   EXPECT_THAT(JsonScanner("[1}").Value(),
