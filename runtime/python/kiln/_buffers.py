@@ -13,6 +13,7 @@ class Buffer:
     address: int
     nbytes: Optional[int] = None
     device: Optional[str] = None  # "cpu" or "cuda"
+    index: Optional[int] = None  # of several CUDA devices
 
 
 class _DLTensor(ctypes.Structure):
@@ -53,7 +54,8 @@ def _dlpack(value: Any) -> Buffer:
         count *= size
     return Buffer((tensor.data or 0) + tensor.byte_offset,
                   count * ((tensor.bits * tensor.lanes + 7) // 8),
-                  _DL_DEVICES.get(tensor.device_type, "other"))
+                  _DL_DEVICES.get(tensor.device_type, "other"),
+                  tensor.device_id if tensor.device_type == 2 else None)
 
 
 def _interface(interface: dict, device: str) -> Buffer:
@@ -85,8 +87,10 @@ def buffer_of(value: Any) -> Buffer:
             raise ValueError("buffer is not contiguous in row-major order")
         nbytes = (value.numel() * value.element_size()
                   if hasattr(value, "element_size") else None)
-        device = getattr(getattr(value, "device", None), "type", None)
-        return Buffer(int(value.data_ptr()), nbytes, device)
+        device = getattr(value, "device", None)
+        return Buffer(int(value.data_ptr()), nbytes,
+                      getattr(device, "type", None),
+                      getattr(device, "index", None))
     if hasattr(value, "__cuda_array_interface__"):
         return _interface(value.__cuda_array_interface__, CUDA)
     if hasattr(value, "__array_interface__"):

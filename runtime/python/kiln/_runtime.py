@@ -212,6 +212,25 @@ class Runtime:
         return Bundle(self, path, root)
 
 
+def _device_of(context: int) -> int:
+    """The driver's number of a context's device, 0 for the current context.
+    It is also torch's: both hide the same devices."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    ordinal = ctypes.c_int()
+    codes = []
+    if context:
+        codes.append(driver.cuCtxPushCurrent_v2(ctypes.c_void_p(context)))
+    codes.append(driver.cuCtxGetDevice(ctypes.byref(ordinal)))
+    if context and codes[0] == 0:
+        codes.append(driver.cuCtxPopCurrent_v2(
+            ctypes.byref(ctypes.c_void_p())))
+    for code in codes:
+        if code != 0:
+            raise UsageError(Status.DRIVER, "the driver does not name the "
+                             f"context's device: CUresult {code}", code)
+    return ordinal.value
+
+
 class _Handle:
     """Owner of a C handle; also a context manager."""
 
@@ -309,7 +328,8 @@ class Param:
 
 
 class Modules(_Handle):
-    """One section, loaded. Launches may come from any thread."""
+    """One section, loaded. Launches may come from any thread. `device`: the
+    driver's number of the CUDA device, None on the CPU."""
 
     def __init__(self, runtime: Runtime, bundle: Bundle,
                  options: _LoadOptions):
@@ -319,6 +339,9 @@ class Modules(_Handle):
         info = _ModulesInfo()
         runtime.call("kiln_modules_info", self._handle, ctypes.byref(info))
         self.backend = _BACKENDS[info.backend]
+        self.device: Optional[int] = None
+        if self.backend == CUDA:
+            self.device = _device_of(options.context or 0)
         self.target = info.target.decode()
         self.root = bytes(info.root)
         self._geometries = bundle.geometries(info.section)
@@ -415,10 +438,11 @@ class Entry:
         block = (ctypes.c_uint64 * max(len(buffers), 1))(
             *[b.address for b in buffers])
         scratch = None if arena is None else buffer_of(arena)
-        if scratch is not None and scratch.device not in (
-                None, self.modules.backend):
-            raise TypeError(f"arena is on {scratch.device}, the modules run "
-                            f"on {self.modules.backend}")
+        if scratch is not None:
+            self._check_place("arena", scratch.device, scratch.index)
+        if hasattr(stream, "cuda_stream"):
+            self._check_place("stream", CUDA, getattr(
+                getattr(stream, "device", None), "index", None))
         # An address alone has no size; the caller answers for it.
         scratch_bytes = (0 if scratch is None else self.arena_bytes
                          if scratch.nbytes is None else scratch.nbytes)
@@ -428,12 +452,20 @@ class Entry:
             None if scratch is None else scratch.address, scratch_bytes,
             getattr(stream, "cuda_stream", stream) or None)
 
+    def _check_place(self, what: str, device: Optional[str],
+                     index: Optional[int]) -> None:
+        backend, ordinal = self.modules.backend, self.modules.device
+        if device not in (None, backend):
+            raise TypeError(f"{what} is on {device}, the modules run on "
+                            f"{backend}")
+        if None not in (index, ordinal) and index != ordinal:
+            raise TypeError(f"{what} is on {device}:{index}, the modules run "
+                            f"on {backend}:{ordinal}")
+
     def _check(self, index: int, m: int, buffer) -> None:
         param = self.params[index]
-        backend = self.modules.backend
-        if buffer.device not in (None, backend):
-            raise TypeError(f"parameter {param.name} is on {buffer.device}, "
-                            f"the modules run on {backend}")
+        self._check_place(f"parameter {param.name}", buffer.device,
+                          buffer.index)
         wanted = self.param_bytes(index, m)
         if None not in (wanted, buffer.nbytes) and buffer.nbytes < wanted:
             raise ValueError(

@@ -1,15 +1,17 @@
 """PyTorch operators for entries of a bundle. Imports torch on first use."""
 
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, Sequence, Union
 
 from ._runtime import Modules
 
 _libraries: Dict[str, Any] = {}  # torch.library.Library objects must stay alive
 
 
-def torch_op(modules: Modules, name: str, op: str) -> Callable:
+def torch_op(modules: Union[Modules, Sequence[Modules]], name: str,
+             op: str) -> Callable:
     """Registers the operator `op` ("namespace::name") for entry `name` of
-    loaded modules and returns it.
+    loaded modules and returns it. `modules`: one set, or one for each device
+    of one bundle; the first input's device chooses.
 
     Called with a list of every input in the entry's order, the output left
     out; the number of tokens is the first input's first size. Allocates the
@@ -20,11 +22,20 @@ def torch_op(modules: Modules, name: str, op: str) -> Callable:
 
     Needs torch.library (torch 1.13 and later).
     Raises ValueError if the entry has not exactly one output, as last
-    parameter, or its shape is not known from the request.
+    parameter, or its shape is not known from the request, or if two sets are
+    for the same device or of different bundles.
     """
     import torch
 
-    first = modules.find(name, 1)
+    sets = [modules] if isinstance(modules, Modules) else list(modules)
+    by_device = {(s.backend, s.device): s for s in sets}
+    if not sets or len(by_device) != len(sets):
+        raise ValueError(f"{len(sets)} sets of modules for {len(by_device)} "
+                         "devices; pass one for each")
+    if len({s.root for s in sets}) != 1:
+        raise ValueError("modules are of different bundles; load one bundle "
+                         "for each device")
+    first = sets[0].find(name, 1)
     last = len(first.params) - 1
     if [p.output for p in first.params] != [False] * last + [True]:
         raise ValueError(f"entry {name} must have one output, its last "
@@ -41,7 +52,11 @@ def torch_op(modules: Modules, name: str, op: str) -> Callable:
 
     def launch(inputs):
         m = inputs[0].shape[0]
-        entry = modules.find(name, m)
+        device = inputs[0].device
+        chosen = by_device.get((device.type, device.index))
+        if chosen is None:
+            raise TypeError(f"{op}: no modules are loaded for {device}")
+        entry = chosen.find(name, m)
         out = meta(inputs)
         arena = None
         if entry.arena_bytes:
