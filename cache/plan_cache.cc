@@ -308,8 +308,12 @@ absl::StatusOr<PlanCache> PlanCache::OpenReadWrite(PlanCacheOptions options) {
   // SQLite would quietly fall back to reading only.
   if (access(file.exists ? path.c_str() : options.directory.c_str(), W_OK) !=
       0) {
-    return ErrnoStatus(errno, "cannot write",
-                       file.exists ? path : options.directory);
+    const absl::Status status = ErrnoStatus(
+        errno, "cannot write", file.exists ? path : options.directory);
+    return absl::Status(status.code(),
+                        absl::StrCat(status.message(),
+                                     "; --cache-mode read-only reads it, off "
+                                     "does without it"));
   }
   ASSIGN_OR_RETURN(std::unique_ptr<Database> database,
                    Database::Open({.path = path,

@@ -14,19 +14,39 @@
 namespace kiln::runtime {
 namespace {
 
-// Writable anonymous memory, sealed read-only once it is filled.
+constexpr size_t kHugePage = size_t{1} << 21;
+
+// Writable anonymous memory, sealed read-only once it is filled. A large one
+// asks for huge pages: mapping, filling and unmapping page by page costs as
+// much as hashing does.
 class Memory {
  public:
-  explicit Memory(size_t bytes) : bytes_(bytes) {
-    data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  explicit Memory(size_t bytes) : bytes_(bytes), mapped_(bytes) {
+    const bool huge = bytes >= kHugePage / 2;
+    if (huge) mapped_ = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    data_ =
+        mmap(nullptr, mapped_ + (huge ? kHugePage : 0), PROT_READ | PROT_WRITE,
+             MAP_PRIVATE | MAP_ANONYMOUS | (huge ? 0 : MAP_POPULATE), -1, 0);
+    if (!huge || !ok()) return;
+    // Huge pages begin at their multiples: give the rest back.
+    auto* begin = static_cast<uint8_t*>(data_);
+    const size_t past = reinterpret_cast<uintptr_t>(begin) % kHugePage;
+    const size_t head = past == 0 ? 0 : kHugePage - past;
+    if (head != 0) munmap(begin, head);
+    munmap(begin + head + mapped_, kHugePage - head);
+    data_ = begin + head;
+    // Where the kernel refuses either, pages come as they are touched.
+    (void)madvise(data_, mapped_, MADV_HUGEPAGE);
+#ifdef MADV_POPULATE_WRITE
+    (void)madvise(data_, bytes, MADV_POPULATE_WRITE);
+#endif
   }
 
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
   ~Memory() {
-    if (ok()) munmap(data_, bytes_);
+    if (ok()) munmap(data_, mapped_);
   }
 
   bool ok() const { return data_ != MAP_FAILED; }
@@ -35,7 +55,11 @@ class Memory {
 
   size_t bytes() const { return bytes_; }
 
-  bool Seal() const { return mprotect(data_, bytes_, PROT_READ) == 0; }
+  // What is to be unmapped.
+  size_t mapped() const { return mapped_; }
+
+  // All of it, since a part would split a huge page.
+  bool Seal() const { return mprotect(data_, mapped_, PROT_READ) == 0; }
 
   void* Release() {
     void* data = data_;
@@ -46,6 +70,7 @@ class Memory {
  private:
   void* data_;
   size_t bytes_;
+  size_t mapped_;
 };
 
 class FileDescriptor {
@@ -82,7 +107,7 @@ kiln_status_t Adopt(Memory* memory, const uint8_t* expected_root, Bundle** out,
   }
   Bundle* bundle = new (place) Bundle;
   bundle->view = view;
-  bundle->memory_bytes = memory->bytes();
+  bundle->memory_bytes = memory->mapped();
   bundle->memory = memory->Release();
   *out = bundle;
   return KILN_STATUS_OK;

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -100,6 +101,14 @@ class LineProgress : public ProgressSink {
 
 }  // namespace
 
+void PrintJson(const nlohmann::ordered_json& value, int indent) {
+  std::printf("%s\n",
+              value
+                  .dump(indent, ' ', false,
+                        nlohmann::ordered_json::error_handler_t::replace)
+                  .c_str());
+}
+
 int ExitCodeOf(const absl::Status& status) {
   switch (status.code()) {
     case absl::StatusCode::kOk:
@@ -123,7 +132,8 @@ std::string CacheDirectory(const GlobalOptions& global) {
   if (std::string base = Environment("XDG_CACHE_HOME"); !base.empty()) {
     return absl::StrCat(base, "/kiln");
   }
-  return absl::StrCat(Environment("HOME"), "/.cache/kiln");
+  const std::string home = Environment("HOME");
+  return home.empty() ? "" : absl::StrCat(home, "/.cache/kiln");
 }
 
 absl::StatusOr<PlanCache> OpenCache(const GlobalOptions& global) {
@@ -140,6 +150,11 @@ absl::StatusOr<PlanCache> OpenCache(const GlobalOptions& global) {
     return absl::InvalidArgumentError(
         absl::StrCat("--cache-mode is \"", global.cache_mode,
                      "\", must be read-write, read-only or off"));
+  }
+  if (options.directory.empty() && options.mode != CacheMode::kOff) {
+    return absl::InvalidArgumentError(
+        "no folder for the cache: give --cache, or set KILN_CACHE, "
+        "XDG_CACHE_HOME or HOME");
   }
   options.provenance.host_name = HostName();
   options.provenance.tool_version = "kiln " KILN_VERSION;

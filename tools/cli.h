@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -152,6 +153,11 @@ struct RunCommand {
   bool allow_unqualified = false;
 };
 
+struct ReportCommand {
+  std::string output;
+  std::vector<std::string> targets;  // empty = all
+};
+
 // One verb each, in tools/cmd_*.cc. The status decides the exit code unless a
 // command returns its own.
 absl::StatusOr<int> RunDescribe(const GlobalOptions& global,
@@ -188,12 +194,19 @@ absl::StatusOr<int> RunCacheImport(const GlobalOptions& global,
 absl::StatusOr<int> RunCacheMerge(const GlobalOptions& global,
                                   const CacheMergeCommand& command);
 absl::StatusOr<int> RunReplay(const GlobalOptions& global);
+absl::StatusOr<int> RunReport(const GlobalOptions& global,
+                              const ReportCommand& command);
 absl::StatusOr<int> RunDoctor(const GlobalOptions& global);
+
+// Prints one object on stdout. Bytes of a path that are no UTF-8 print as
+// U+FFFD.
+void PrintJson(const nlohmann::ordered_json& value, int indent = -1);
 
 // Exit code for a failure.
 int ExitCodeOf(const absl::Status& status);
 
-// --cache, else $KILN_CACHE, else $XDG_CACHE_HOME/kiln, else ~/.cache/kiln.
+// --cache, else $KILN_CACHE, else $XDG_CACHE_HOME/kiln, else ~/.cache/kiln;
+// empty where none of them is set.
 std::string CacheDirectory(const GlobalOptions& global);
 absl::StatusOr<PlanCache> OpenCache(const GlobalOptions& global);
 

@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <filesystem>
+#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -19,8 +20,6 @@ using Json = nlohmann::ordered_json;
 
 // Largest file that --digest is computed of, in bytes.
 constexpr uint64_t kImportBytesMax = uint64_t{8} << 30;
-
-void PrintJson(const Json& value) { std::printf("%s\n", value.dump().c_str()); }
 
 Json ToJson(const std::vector<CacheFinding>& findings) {
   Json out = Json::array();
@@ -221,6 +220,11 @@ absl::StatusOr<int> RunCacheGc(const GlobalOptions& global,
                                                   command.planning, &cache));
   ASSIGN_OR_RETURN(options.root_programs, ProgramsOfBundles(command.bundles));
   if (command.bytes_max.has_value()) {
+    // CLI11 reads "-1" as the largest number.
+    if (*command.bytes_max > std::numeric_limits<int64_t>::max()) {
+      return absl::InvalidArgumentError(
+          "--max-bytes is negative or too large; it must be within 0..2^63-1");
+    }
     options.bytes_max = static_cast<int64_t>(*command.bytes_max);
   }
   if (command.days_max.has_value()) {

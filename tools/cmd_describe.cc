@@ -28,7 +28,7 @@ absl::StatusOr<int> RunDescribe(const GlobalOptions& global,
     out["manifest"] = command.output;
     out["model"] = manifest.name;
     out["requests"] = manifest.requests.size();
-    std::printf("%s\n", out.dump(1).c_str());
+    PrintJson(out, 1);
     return kExitDone;
   }
   std::vector<std::vector<std::string>> rows = {

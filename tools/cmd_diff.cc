@@ -255,7 +255,7 @@ absl::StatusOr<int> RunDiff(const GlobalOptions& global,
       item["b"] = change.b;
       out["changes"].push_back(std::move(item));
     }
-    std::printf("%s\n", out.dump().c_str());
+    PrintJson(out);
   } else if (changes.empty()) {
     std::printf("equal: root %s\n", a.Root().ToHex().c_str());
   } else {

@@ -95,7 +95,7 @@ absl::StatusOr<int> RunDoctor(const GlobalOptions& global) {
     out["cache"]["problem"] = std::string(stats.status().message());
   }
   if (global.json) {
-    std::printf("%s\n", out.dump().c_str());
+    PrintJson(out);
     return kExitDone;
   }
   const auto compiler = [&out](const char* key, const char* without) {

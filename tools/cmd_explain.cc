@@ -232,7 +232,7 @@ absl::StatusOr<int> RunExplain(const GlobalOptions& global,
   }
   PrintWarnings(&cache);
   if (global.json) {
-    std::printf("%s\n", Json{{"intervals", std::move(out)}}.dump(1).c_str());
+    PrintJson({{"intervals", std::move(out)}}, 1);
   }
   return all ? kExitDone : kExitIncomplete;
 }

@@ -43,7 +43,7 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
     out["predicted"] = frozen->predicted;
     out["unqualified"] = frozen->unqualified;
     out["programs"] = frozen->programs;
-    std::printf("%s\n", out.dump().c_str());
+    PrintJson(out);
   } else {
     std::printf(
         "%s: %s, %zu entries, %zu plans (%zu predicted, %zu "

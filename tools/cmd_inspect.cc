@@ -70,7 +70,7 @@ absl::StatusOr<int> RunInspect(const GlobalOptions& global,
   ASSIGN_OR_RETURN(const BundleView bundle,
                    BundleView::Open(command.file, std::nullopt));
   if (global.json) {
-    std::printf("%s\n", BundleToJson(bundle).dump(1).c_str());
+    PrintJson(BundleToJson(bundle), 1);
   } else {
     Print(bundle);
   }

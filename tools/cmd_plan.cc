@@ -97,7 +97,7 @@ absl::StatusOr<int> RunPlan(const GlobalOptions& global,
       Print(resolved, plan, target);
     }
   }
-  if (global.json) std::printf("%s\n", out.dump(1).c_str());
+  if (global.json) PrintJson(out, 1);
   return kExitDone;
 }
 

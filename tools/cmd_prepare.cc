@@ -31,7 +31,7 @@ absl::StatusOr<int> RunPrepare(const GlobalOptions& global,
     out["file"] = prepared.path;
     out["bytes"] = prepared.bytes;
     out["geometry"] = prepared.geometry.ToString();
-    std::printf("%s\n", out.dump(1).c_str());
+    PrintJson(out, 1);
     return kExitDone;
   }
   std::printf("%s  %s  %s\n", prepared.path.c_str(),

@@ -64,7 +64,7 @@ void PrintJson(const PrewarmReport& report) {
   }
   out["complete"] = report.complete;
   // One line: the last thing on stdout is one object.
-  std::printf("%s\n", out.dump().c_str());
+  kiln::PrintJson(out);
 }
 
 void PrintTable(const PrewarmReport& report) {

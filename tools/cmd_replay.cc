@@ -42,7 +42,7 @@ absl::StatusOr<int> RunReplay(const GlobalOptions& global) {
     const nlohmann::ordered_json out = {{"plans", plans.size()},
                                         {"agree", plans.size() - differ},
                                         {"differ", std::move(rows)}};
-    std::printf("%s\n", out.dump().c_str());
+    PrintJson(out);
   } else {
     std::printf("%zu measured plans, %zu winners derived again, %zu differ\n",
                 plans.size(), plans.size() - differ, differ);

@@ -176,7 +176,7 @@ void Print(const GlobalOptions& global, const RunCommand& command,
       out["replayed"] = result.replayed;
       if (!passed) out["reason"] = result.verdict.reason;
     }
-    std::printf("%s\n", out.dump().c_str());
+    PrintJson(out);
     return;
   }
   std::printf("%s m=%llu on %s (%s)\nplan %u..%u %s\n%s warm\n",
@@ -211,6 +211,12 @@ absl::StatusOr<int> RunRun(const GlobalOptions& global,
   if (command.tokens == 0) {
     RETURN_IF_ERROR(plan.Launch(0, {}, nullptr, 0));
     std::fprintf(stderr, "m = 0: nothing to do\n");
+    if (global.json) {
+      PrintJson({{"entry", command.entry},
+                 {"tokens", 0},
+                 {"target", device->profile().target.ToString()},
+                 {"checked", false}});
+    }
     return kExitDone;
   }
   const std::string target = device->profile().target.ToString();

@@ -47,7 +47,7 @@ absl::StatusOr<int> RunSign(const GlobalOptions& global,
                   bundle.Root().ToHex().c_str());
     }
   }
-  if (global.json) std::printf("%s\n", out.dump().c_str());
+  if (global.json) PrintJson(out);
   return kExitDone;
 }
 

@@ -70,7 +70,7 @@ absl::StatusOr<int> RunVerify(const GlobalOptions& global,
     out["predicted"] = predicted;
     if (!signer.empty()) out["signed_by"] = signer;
     out["verified"] = true;
-    std::printf("%s\n", out.dump().c_str());
+    PrintJson(out);
   } else {
     std::printf("%s: whole, format %u, %s, %u sections%s\nroot %s\n",
                 command.file.c_str(), bundle.info().format_version,

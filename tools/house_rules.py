@@ -50,7 +50,7 @@ BOX_OF_PATH = [(re.compile(pattern), box) for pattern, box in [
     (r"tuner/(planner|cost_model)", "planner"),
     (r"tuner/(device|loaded_plan|op_bench|racer|selection|verifier)", "racer"),
     (r"tuner/(bundle_check|conclusion|explain|freeze|prewarm|qualification|"
-     r"stored_plans)", "prewarm"),
+     r"report|stored_plans)", "prewarm"),
     (r"tools/", "tools"),
     (r"tests/", "tests"),
 ]]

@@ -1,18 +1,73 @@
 // kiln: command line. Parses options, calls one verb, maps its status to an
 // exit code.
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
+#include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <string>
 
+#include "absl/strings/numbers.h"
 #include "compiler/nvrtc_worker.h"
 #include "tools/cli.h"
 
 namespace {
 
+constexpr char kSecondsRule[] = "a number of seconds within 0.001..1000000";
+
 using Verb = std::function<absl::StatusOr<int>()>;
+
+// CLI11's own checks of numbers let NaN and infinities pass, and its reader
+// turns what does not fit 64 bits into something that does.
+CLI::Validator NumberWithin(double min, double max, const std::string& rule) {
+  return CLI::Validator(
+      [=](std::string& text) -> std::string {
+        double value = 0;
+        // Written so that NaN fails too.
+        if (absl::SimpleAtod(text, &value) && value >= min && value <= max) {
+          return "";
+        }
+        return "\"" + text + "\" is not " + rule;
+      },
+      "");
+}
+
+CLI::Validator WholeNumber() {
+  return CLI::Validator(
+      [](std::string& text) -> std::string {
+        uint64_t value = 0;
+        if (absl::SimpleAtoi(text, &value)) return "";
+        return "\"" + text + "\" is not a whole number of 64 bits";
+      },
+      "");
+}
+
+// A shell may close what a program should inherit; a file that is opened later
+// must not take the place of stdout or stderr.
+void OccupyStandardStreams() {
+  for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; ++fd) {
+    if (fcntl(fd, F_GETFD) != -1 || errno != EBADF) continue;
+    // The lowest free number is fd. Reading stdin ends at once; writing to a
+    // stdout that was closed fails, which FlushResults reports.
+    if (open("/dev/null", fd == STDERR_FILENO ? O_WRONLY : O_RDONLY) < 0) {
+      std::abort();
+    }
+  }
+}
+
+// A result that was not written is no result.
+int FlushResults(int code) {
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+  std::fprintf(stderr, "kiln: cannot write to stdout: %s\n",
+               std::strerror(errno));
+  return code == kiln::kExitDone ? kiln::kExitFailed : code;
+}
 
 // The options that decide a plan's key, apart from the manifest.
 void AddKeyOptions(CLI::App* verb, kiln::PlanningOptions* planning,
@@ -134,11 +189,11 @@ int Run(int argc, char** argv) {
   verb->add_option("--compile-timeout", prewarm.compile_timeout,
                    "Seconds one compile may take (default 120)")
       ->type_name("SECONDS")
-      ->check(CLI::PositiveNumber);
+      ->check(NumberWithin(1e-3, 1e6, kSecondsRule));
   verb->add_option("--budget", prewarm.budget,
                    "Seconds that timing may take per interval (default 10)")
       ->type_name("SECONDS")
-      ->check(CLI::PositiveNumber);
+      ->check(NumberWithin(1e-3, 1e6, kSecondsRule));
   verb->add_option("--stop-after", prewarm.stop_after,
                    "resolve, lookup, enumerate, compile or race")
       ->type_name("STAGE");
@@ -190,7 +245,7 @@ int Run(int argc, char** argv) {
       ->transform(CLI::AsSizeValue(false));
   verb->add_option("--max-age", gc.days_max, "Remove rows older than DAYS")
       ->type_name("DAYS")
-      ->check(CLI::NonNegativeNumber);
+      ->check(NumberWithin(0, 1e6, "a number of days within 0..1000000"));
   verb->add_option("--manifest", gc.manifests,
                    "Manifest whose plans for --target stay; may be repeated")
       ->type_name("FILE")
@@ -313,7 +368,8 @@ int Run(int argc, char** argv) {
   verb->add_option("--target", run.target,
                    "Section to run (default: the GPU's, else the CPU's)");
   verb->add_option("--seed", run.seed, "Of weights and inputs (default 1)")
-      ->type_name("S");
+      ->type_name("S")
+      ->check(WholeNumber());
   verb->add_option("--device", run.device, "GPU (default 0)")
       ->type_name("N")
       ->check(CLI::Range(0, 63));
@@ -330,6 +386,17 @@ int Run(int argc, char** argv) {
       "replay", "Derive every stored winner again from its samples");
   verb->callback([&] { chosen = [&] { return RunReplay(global); }; });
 
+  kiln::ReportCommand report;
+  verb = app.add_subcommand(
+      "report", "Charts and tables of all measured plans, as one HTML page");
+  verb->add_option("-o,--output", report.output, "Page to write")
+      ->type_name("FILE")
+      ->required();
+  verb->add_option("--target", report.targets,
+                   "Only plans for this target; may be repeated (default: all)")
+      ->allow_extra_args(false);
+  verb->callback([&] { chosen = [&] { return RunReport(global, report); }; });
+
   verb = app.add_subcommand("doctor", "What Kiln finds on this machine");
   verb->callback([&] { chosen = [&] { return RunDoctor(global); }; });
 
@@ -339,7 +406,7 @@ int Run(int argc, char** argv) {
     // --help and --version arrive here too, with code 0.
     if (error.get_exit_code() == 0) {
       app.exit(error);
-      return kiln::kExitDone;
+      return FlushResults(kiln::kExitDone);
     }
     // A word that is no verb is reported as a verb that is missing.
     const bool no_verb =
@@ -351,8 +418,14 @@ int Run(int argc, char** argv) {
                 : error.what());
     return kiln::kExitUsage;
   }
-  const absl::StatusOr<int> result = chosen();
-  if (result.ok()) return *result;
+  absl::StatusOr<int> result = kiln::kExitFailed;
+  try {
+    result = chosen();
+  } catch (const std::exception& error) {
+    // Kiln throws nothing itself; memory may run out.
+    result = absl::ResourceExhaustedError(error.what());
+  }
+  if (result.ok()) return FlushResults(*result);
   std::fprintf(stderr, "kiln: %s\n",
                std::string(result.status().message()).c_str());
   return kiln::ExitCodeOf(result.status());
@@ -365,5 +438,6 @@ int main(int argc, char** argv) {
   if (argc > 1 && std::strcmp(argv[1], kiln::kNvrtcWorkerVerb) == 0) {
     return kiln::NvrtcWorkerMain(argc, argv);
   }
+  OccupyStandardStreams();
   return Run(argc, argv);
 }

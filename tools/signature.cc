@@ -183,11 +183,20 @@ absl::StatusOr<std::string> CheckSignature(const Digest& root,
         absl::StrCat("bundle is unsigned: there is no ", signature_path,
                      "; kiln sign makes it"));
   }
+  if (absl::IsResourceExhausted(text.status())) {
+    return absl::FailedPreconditionError(text.status().message());
+  }
   RETURN_IF_ERROR(text.status());
-  ASSIGN_OR_RETURN(
-      const std::string blob,
+  const absl::StatusOr<std::string> parsed =
       Parse(*text, kSignatureType, sizeof(PublicKey) + sizeof(Signature),
-            signature_path));
+            signature_path);
+  const bool other_kind = absl::StartsWith(*text, kPublicType) ||
+                          absl::StartsWith(*text, kSecretType);
+  if (!parsed.ok() && !other_kind) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(parsed.status().message(), ": it is damaged"));
+  }
+  ASSIGN_OR_RETURN(const std::string blob, parsed);
   const std::string signer = blob.substr(0, sizeof(PublicKey));
   if (signer != key) {
     return absl::FailedPreconditionError(

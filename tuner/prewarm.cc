@@ -679,6 +679,11 @@ class Session {
       race.about_to_run = [&](size_t contender) { running = contender; };
       absl::StatusOr<RaceResult> result =
           kiln::Race(bench, resolved.interval, contenders, race);
+      // A device without room says nothing about the candidate.
+      if (absl::IsResourceExhausted(result.status())) {
+        return Annotate(result.status(),
+                        absl::StrCat("racing ", Describe(resolved, "")));
+      }
       if (!result.ok()) {
         return Quarantine(contenders[running], result.status());
       }

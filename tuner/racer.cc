@@ -108,6 +108,7 @@ class RaceRunner {
       absl::StatusOr<LoadedPlan> loaded =
           LoadedPlan::Load(bench_->device(), bench_->geometry(),
                            interval_.m_max, contender.body, contender.programs);
+      if (absl::IsResourceExhausted(loaded.status())) return loaded.status();
       if (!loaded.ok()) {
         timing.reason = std::string(loaded.status().message());
         continue;

@@ -347,6 +347,16 @@ absl::StatusOr<JsonNode> ParseJson(absl::string_view text,
   Builder builder(text, file, &progress);
   const bool parsed = nlohmann::json::sax_parse(begin, end, &builder);
   RETURN_IF_ERROR(builder.status());
+  // The parser takes a NUL for the end of the text.
+  if (const size_t nul = text.find('\0'); nul != absl::string_view::npos) {
+    const absl::string_view before = text.substr(0, nul);
+    const size_t line = before.rfind('\n') + 1;  // npos + 1 is 0
+    return JsonError(file,
+                     1 + static_cast<uint32_t>(
+                             std::count(before.begin(), before.end(), '\n')),
+                     1 + static_cast<uint32_t>(nul - line),
+                     "invalid JSON: a NUL byte");
+  }
   if (!parsed) return JsonError(file, 1, 1, "invalid JSON");
   return builder.TakeRoot();
 }

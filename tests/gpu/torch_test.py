@@ -182,7 +182,8 @@ class TorchGpuTest(unittest.TestCase):
         inputs = on("cuda:0", moe_reference.make_inputs(REQUEST, m, 40))
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # torch's own capture stream is on the device that captured first.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(0)):
             out = call(inputs)
         for seed in range(41, 45):
             # Routes change with the data; the addresses stay.
@@ -276,7 +277,7 @@ class TorchGpuTest(unittest.TestCase):
         with torch.cuda.device(1):
             inputs = on("cuda:1", moe_reference.make_inputs(REQUEST, 8, 70))
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(1)):
                 out = self.op(inputs)
         for seed in (71, 72):
             fresh = moe_reference.make_inputs(REQUEST, 8, seed)

@@ -6,7 +6,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cinttypes>
+#include <cstdio>
 #include <cstring>
+#include <fstream>
+#include <memory>
 #include <string>
 
 #include "compiler/base/file_util.h"
@@ -63,6 +67,71 @@ TEST_F(BundleFileTest, ChangesAfterOpeningDoNotMatter) {
   ASSERT_EQ(kiln_bundle_program(bundle_, 0, 0, &info, nullptr), KILN_STATUS_OK);
   EXPECT_EQ(
       std::memcmp(info.data, bytes_.data() + info.file_offset, info.bytes), 0);
+}
+
+// Pages of this process that are mapped.
+size_t MappedPages() {
+  std::ifstream in("/proc/self/statm");
+  size_t pages = 0;
+  in >> pages;
+  return pages;
+}
+
+// Whether the mapping of `address` may be read and no more.
+bool IsReadOnly(const void* address) {
+  std::ifstream in("/proc/self/maps");
+  std::string line;
+  while (std::getline(in, line)) {
+    uintptr_t begin = 0;
+    uintptr_t end = 0;
+    char mode[5] = {};
+    if (std::sscanf(line.c_str(), "%" SCNxPTR "-%" SCNxPTR " %4s", &begin, &end,
+                    mode) != 3) {
+      continue;
+    }
+    const auto at = reinterpret_cast<uintptr_t>(address);
+    if (begin <= at && at < end) return std::string(mode) == "r--p";
+  }
+  return false;
+}
+
+// Below, at and above the sizes that are kept in huge pages.
+TEST_F(BundleFileTest, KeepsBundlesOfEverySizeWholeAndReadOnly) {
+  for (const size_t size : {1000u, 1u << 20, (2u << 20) - 50000, 2u << 20,
+                            (4u << 20) + 1, 9u << 20}) {
+    SCOPED_TRACE(size);
+    BundleSection section = TinyCudaSection();
+    auto program = std::make_shared<Program>(*section.programs[0]);
+    program->binary.clear();
+    for (size_t i = 0; program->binary.size() < size; ++i) {
+      program->binary += std::to_string(i * i) + " ";
+    }
+    program->binary_digest = Sha256(program->binary);
+    section.programs[0] = program;
+    const std::string bytes = WriteBundle({section}).value();
+    ASSERT_OK(WriteFileAtomically(path_, bytes));
+    size_t mapped = 0;
+    for (int round = 0; round < 12; ++round) {
+      ASSERT_EQ(Open(path_), KILN_STATUS_OK) << error_.message;
+      for (uint32_t i = 0; i < section.programs.size(); ++i) {
+        kiln_program_info_t info = {};
+        info.struct_size = sizeof(info);
+        ASSERT_EQ(kiln_bundle_program(bundle_, 0, i, &info, nullptr),
+                  KILN_STATUS_OK);
+        ASSERT_EQ(
+            std::memcmp(info.data, bytes.data() + info.file_offset, info.bytes),
+            0);
+        const auto* data = static_cast<const uint8_t*>(info.data);
+        EXPECT_TRUE(IsReadOnly(data));
+        EXPECT_TRUE(IsReadOnly(data + info.bytes - 1));
+      }
+      kiln_bundle_close(bundle_, nullptr);
+      bundle_ = nullptr;
+      if (round == 1) mapped = MappedPages();
+    }
+    // Ten bundles later, less than one of them has stayed.
+    EXPECT_LT(MappedPages(), mapped + 512);
+  }
 }
 
 TEST_F(BundleFileTest, FollowsSymbolicLinks) {

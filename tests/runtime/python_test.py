@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tools"),
@@ -39,6 +40,7 @@ from small_bundle import REQUEST, make  # noqa: E402
 
 try:
     import torch
+    import moe_reference
 except ImportError:
     torch = None
 
@@ -231,6 +233,52 @@ class RuntimeTest(WithBundle):
                for p in kept]
         self.assertEqual(self.launch(2, raw), expected)
 
+    def test_buffers_of_another_gpu_are_refused(self):
+        entry = self.modules.find("moe", 1)
+        check = entry._check_place
+        self.addCleanup(setattr, self.modules, "backend", "cpu")
+        self.addCleanup(setattr, self.modules, "device", None)
+        self.modules.backend, self.modules.device = "cuda", 1
+        check("x", "cuda", 1)
+        check("x", "cuda", None)
+        check("x", None, None)
+        with self.assertRaisesRegex(
+                TypeError, "x is on cuda:0, the modules run on cuda:1"):
+            check("x", "cuda", 0)
+
+    def test_the_device_of_a_context_is_asked_of_the_driver(self):
+
+        class Driver:
+            calls = []
+            refuses = None
+
+            def __getattr__(self, name):
+                def call(argument):
+                    self.calls.append(name)
+                    if name == "cuCtxGetDevice":
+                        argument._obj.value = 3
+                    return 201 if name == self.refuses else 0
+                return call
+
+        driver = Driver()
+        with unittest.mock.patch("ctypes.CDLL", return_value=driver):
+            self.assertEqual(kiln._runtime._device_of(0), 3)
+            self.assertEqual(driver.calls, ["cuCtxGetDevice"])
+            driver.calls.clear()
+            self.assertEqual(kiln._runtime._device_of(0x1000), 3)
+            self.assertEqual(driver.calls, [
+                "cuCtxPushCurrent_v2", "cuCtxGetDevice", "cuCtxPopCurrent_v2"])
+            driver.refuses = "cuCtxGetDevice"
+            error = self.refused(kiln.UsageError, kiln.Status.DRIVER,
+                                 kiln._runtime._device_of, 0)
+            self.assertEqual(error.driver_code, 201)
+            driver.calls.clear()
+            driver.refuses = "cuCtxPushCurrent_v2"
+            self.refused(kiln.UsageError, kiln.Status.DRIVER,
+                         kiln._runtime._device_of, 0x1000)
+            # What was not pushed is not popped.
+            self.assertNotIn("cuCtxPopCurrent_v2", driver.calls)
+
     def test_every_status_of_the_header_is_here(self):
         header = (HERE.parents[1] / "runtime" / "kiln.h").read_text()
         found = {name: int(value) for name, value in
@@ -288,6 +336,23 @@ class TorchTest(WithBundle):
             out = self.operator()(self.shaped(m))
             self.assertEqual(tuple(out.shape), (m, HIDDEN))
             self.assertEqual(out.flatten().tolist(), self.launch(m).tolist())
+
+    def test_the_operator_agrees_with_float64(self):
+        for m in (1, 4):
+            tensors = moe_reference.make_inputs(REQUEST, m, m)
+            expected = moe_reference.reference(tensors)
+            self.assertLess(
+                moe_reference.worst_error(self.operator()(tensors), expected),
+                2e-3)
+            x, ids, *rest = tensors
+            other = moe_reference.reference([x, (ids + 1) % EXPERTS, *rest])
+            self.assertGreater(moe_reference.worst_error(other, expected), 0.1)
+
+    def test_an_operator_has_one_set_of_modules_for_each_device(self):
+        with self.assertRaisesRegex(ValueError, "2 sets of modules for 1"):
+            kiln.torch_op([self.modules, self.modules], "moe", "kiln_test::two")
+        with self.assertRaisesRegex(ValueError, "0 sets of modules"):
+            kiln.torch_op([], "moe", "kiln_test::none")
 
     def test_the_operator_knows_its_shape_on_meta_tensors(self):
         # torch 1.13 has no autograd fallback for meta tensors.
