@@ -29,7 +29,7 @@ absl::StatusOr<int> RunReport(const GlobalOptions& global,
                                         {"plans", input.plans.size()},
                                         {"predicted", input.predicted},
                                         {"bytes", page.size()}};
-    std::printf("%s\n", out.dump().c_str());
+    PrintJson(out);
   } else {
     std::printf("%s: %zu measured plans, %s\n", command.output.c_str(),
                 input.plans.size(), FormatBytes(page.size()).c_str());

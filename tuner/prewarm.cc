@@ -443,7 +443,10 @@ class Session {
                                   made.status().message()));
       // What an outsider killed says nothing about the source, and what took
       // too long may finish within the next run's deadline.
-      if (again) continue;
+      if (again) {
+        unfinished_.insert(program.key.digest);
+        continue;
+      }
       Reject reject;
       reject.key = program.key.digest;
       reject.preimage = program.key.preimage;
@@ -500,6 +503,26 @@ class Session {
     return true;
   }
 
+  // Why no winner may be chosen yet: the default always competes, so a default
+  // that was not compiled for a passing reason is waited for. Else the answer
+  // would depend on how busy this machine was. Empty: go on.
+  absl::StatusOr<std::string> WhyUndecided(size_t index) {
+    const std::vector<PlannedCandidate>& candidates =
+        plans_.at(index).candidates;
+    if (candidates.empty()) return std::string();
+    for (const ProgramKey& key : candidates.front().programs) {
+      if (unfinished_.count(key.digest) == 0) continue;
+      // Another process may have been luckier.
+      ASSIGN_OR_RETURN(const bool present, cache_.ContainsProgram(key.digest));
+      if (present) continue;
+      return absl::StrCat(rejected_programs_.at(key.digest),
+                          "; it is the default, which always competes: run the "
+                          "same command again, or with a longer "
+                          "--compile-timeout");
+    }
+    return std::string();
+  }
+
   // What a race claims: its plan, and the device, because two races on one
   // device would time each other.
   std::vector<Digest> RaceClaims(size_t index) const {
@@ -516,6 +539,12 @@ class Session {
   absl::StatusOr<bool> Settle(size_t index, size_t done, Racetrack* track) {
     ASSIGN_OR_RETURN(const bool before, AnsweredMeanwhile(index));
     if (before) return true;
+    ASSIGN_OR_RETURN(const std::string undecided, WhyUndecided(index));
+    if (!undecided.empty()) {
+      report_.intervals[index].problem = undecided;
+      ++report_.intervals[index].rejected;
+      return true;
+    }
     const TargetContext& context = ContextOf(index);
     if (options_.compile_only || context.profile.assumed) {
       RETURN_IF_ERROR(Predict(index));
@@ -783,6 +812,7 @@ class Session {
   std::vector<size_t> missing_;           // indices of intervals_
   std::map<size_t, IntervalPlan> plans_;  // of the missing ones
   std::map<Digest, std::string> rejected_programs_;
+  std::set<Digest> unfinished_;  // of these, what may compile next time
   std::map<Digest, std::shared_ptr<const Program>> programs_;
   std::set<Digest> claims_;  // leases held now
   Stopwatch renewed_;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -11,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
 #include "compiler/base/digest.h"
 #include "compiler/base/status_macros.h"
@@ -65,7 +67,7 @@ svg .title { fill: var(--ink); font-weight: 600; }
 .default { fill: none; stroke: var(--soft); stroke-width: 1.5;
   stroke-dasharray: 5 4; }
 .dmark { fill: var(--card); stroke: var(--soft); stroke-width: 1.5; }
-.rival { fill: var(--mute); fill-opacity: 0.6; }
+.rival { fill: var(--mute); fill-opacity: 0.75; }
 .band { fill: var(--ink); fill-opacity: 0.13; stroke: none; }
 .whisker { stroke: var(--ink); stroke-opacity: 0.45; stroke-width: 1.5; }
 .key { display: inline-block; min-width: 20px; padding: 0 5px;
@@ -162,10 +164,19 @@ std::string Day(int64_t unix_seconds) {
                           absl::UTCTimeZone());
 }
 
+std::string Count(size_t count, absl::string_view noun) {
+  return absl::StrCat(count, " ", noun, count == 1 ? "" : "s");
+}
+
 std::string Tokens(const Interval& interval) {
   return interval.m_min == interval.m_max
              ? absl::StrCat(interval.m_max)
              : absl::StrCat(interval.m_min, "–", interval.m_max);
+}
+
+std::string TokensNoun(const Interval& interval) {
+  return absl::StrCat(Tokens(interval),
+                      interval.m_max == 1 ? " token" : " tokens");
 }
 
 // "A".."Z", "AA"..
@@ -183,6 +194,13 @@ std::string Cell(absl::string_view text) {
 
 std::string Number(absl::string_view text) {
   return absl::StrCat("<td class=\"n\">", EscapeMarkup(text), "</td>");
+}
+
+// A plan's label, which may break between its axes.
+std::string LabelCell(absl::string_view label) {
+  return absl::StrCat(
+      "<td class=\"label\">",
+      absl::StrReplaceAll(EscapeMarkup(label), {{",", ",<wbr/>"}}), "</td>");
 }
 
 bool Finished(const Measurement& measurement) {
@@ -209,6 +227,8 @@ struct Point {
   std::vector<Rival> rivals;  // that finished; neither winner nor default
 
   double Ratio(double ns) const { return ns / median - 1; }
+
+  bool IsDrawable() const { return std::isfinite(high) && median > 0; }
 };
 
 // Plans that share a chart.
@@ -247,9 +267,15 @@ Point PointOf(const ReportPlan& plan, Group* group) {
   point.winner = static_cast<size_t>(known - group->winners.begin());
   if (known == group->winners.end()) group->winners.push_back(label);
   point.median = stored.evidence.median_ns;
-  point.low = point.median * (1 - stored.evidence.noise_floor);
-  point.high = point.median * (1 + stored.evidence.noise_floor);
-  point.default_median = stored.evidence.default_median_ns;
+  // Nothing vouches that an imported number is sensible.
+  const double floor = std::isfinite(stored.evidence.noise_floor)
+                           ? std::max(stored.evidence.noise_floor, 0.0)
+                           : 0;
+  point.low = point.median * (1 - floor);
+  point.high = point.median * (1 + floor);
+  if (std::isfinite(stored.evidence.default_median_ns)) {
+    point.default_median = stored.evidence.default_median_ns;
+  }
   for (size_t i = 0; i < plan.evidence.size(); ++i) {
     const Measurement& measurement = plan.evidence[i];
     if (measurement.verdict == Verdict::kWon) {
@@ -309,7 +335,7 @@ constexpr double kLeft = 84;
 constexpr double kRight = 1024;
 constexpr double kTimeTop = 34;
 constexpr double kTimeBottom = 334;
-constexpr double kStripTop = 372;
+constexpr double kStripTop = 386;
 constexpr double kLaneHeight = 22;
 constexpr double kRatioHeight = 190;
 
@@ -327,7 +353,7 @@ class Chart {
     }
     // An interval starts behind the capacity before it, and 1 has room.
     x_low_ = m_min <= 1 ? 0.6 : m_min - 1.0;
-    x_high_ = m_max * 1.08;
+    x_high_ = std::max(m_max * 1.08, x_low_ * 1.2);
     PlaceLanes();
     ratio_top_ = kStripTop + kLaneHeight * static_cast<double>(lanes_) + 46;
     ratio_bottom_ = ratio_top_ + kRatioHeight;
@@ -455,8 +481,8 @@ class Chart {
       Mark(absl::StrFormat(
                "circle class=\"w f%d\" cx=\"%.1f\" cy=\"%.1f\" r=\"5\"",
                point.winner % kColours, x, y(point, point.median)),
-           absl::StrCat(Letter(point.winner), ", ", Tokens(point.interval),
-                        " tokens: ", Time(point.median)));
+           absl::StrCat(Letter(point.winner), ", ", TokensNoun(point.interval),
+                        ": ", Time(point.median)));
     }
   }
 
@@ -563,8 +589,8 @@ class Chart {
                            "y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" rx=\"3\"",
                            colour, colour, left + 1, top + 1,
                            std::max(right - left - 2, 0.5), kLaneHeight - 4),
-           absl::StrCat(Tokens(point->interval),
-                        " tokens: ", group_.winners[point->winner]));
+           absl::StrCat(TokensNoun(point->interval), ": ",
+                        group_.winners[point->winner]));
       if (right - left >
           9 * static_cast<double>(Letter(point->winner).size()) + 4) {
         Text("letter", "middle", (left + right) / 2, top + 14,
@@ -649,26 +675,24 @@ void AppendWinners(const Group& group, std::string* out) {
     for (const Point& point : group.points) {
       if (point.winner == i) intervals.push_back(Tokens(point.interval));
     }
-    absl::StrAppend(out, "<tr><td>", WinnerKey(i), "</td><td class=\"label\">",
-                    EscapeMarkup(group.winners[i]), "</td>",
+    absl::StrAppend(out, "<tr><td>", WinnerKey(i), "</td>",
+                    LabelCell(group.winners[i]),
                     Cell(absl::StrJoin(intervals, ", ")), "</tr>\n");
   }
   absl::StrAppend(out, "</table></div>\n");
 }
 
-// Whether today's selection draws the same conclusion from the samples.
-std::string Replayed(const ReportPlan& plan) {
+// What today's selection concludes from the samples, when it is another winner
+// than the stored one.
+std::optional<std::string> OtherWinner(const ReportPlan& plan) {
   const std::optional<size_t> derived =
       WinnerOf(plan.evidence, plan.stored.plan.evidence.noise_floor);
-  if (!derived.has_value()) {
-    return "<span class=\"bad\">no winner</span>";
-  }
+  if (!derived.has_value()) return "none";
   if (plan.evidence[*derived].candidate ==
       CandidateDigest(plan.stored.plan.body, plan.stored.plan.programs)) {
-    return "same winner";
+    return std::nullopt;
   }
-  return absl::StrCat("<span class=\"bad\">another: ",
-                      EscapeMarkup(plan.evidence[*derived].label), "</span>");
+  return plan.evidence[*derived].label;
 }
 
 void AppendIntervals(const Group& group, std::string* out) {
@@ -681,7 +705,15 @@ void AppendIntervals(const Group& group, std::string* out) {
       "<th class=\"n\">noise floor</th><th class=\"n\">error</th>"
       "<th class=\"n\">samples</th><th class=\"n\">candidates</th>"
       "<th>samples replayed</th></tr>\n");
+  std::string notes;
   for (const Point& point : group.points) {
+    const std::optional<std::string> other = OtherWinner(*point.plan);
+    if (other.has_value()) {
+      absl::StrAppend(&notes, "<p><span class=\"bad\">",
+                      TokensNoun(point.interval),
+                      ": the samples lead to another winner</span> <code>",
+                      EscapeMarkup(*other), "</code></p>\n");
+    }
     const Evidence& evidence = point.plan->stored.plan.evidence;
     const bool has_default = point.default_median > 0;
     double next = HUGE_VAL;
@@ -700,10 +732,12 @@ void AppendIntervals(const Group& group, std::string* out) {
         Number(absl::StrFormat("%.2f %%", 100 * evidence.noise_floor)),
         Number(Error(evidence.worst_error)),
         Number(absl::StrCat(evidence.samples)),
-        Number(absl::StrCat(evidence.candidates)), "<td>",
-        Replayed(*point.plan), "</td></tr>\n");
+        Number(absl::StrCat(evidence.candidates)),
+        other.has_value() ? "<td class=\"bad\">another winner</td>"
+                          : "<td>same winner</td>",
+        "</tr>\n");
   }
-  absl::StrAppend(out, "</table></div>\n");
+  absl::StrAppend(out, "</table></div>\n", notes);
 }
 
 // What failed, each once with the intervals where it did.
@@ -725,8 +759,7 @@ void AppendRejects(const Group& group, std::string* out) {
                   "<div class=\"wide\"><table>\n<tr><th>reason</th>"
                   "<th>plan</th><th>at tokens</th></tr>\n");
   for (const auto& [what, intervals] : rows) {
-    absl::StrAppend(out, "<tr>", Cell(what.first), "<td class=\"label\">",
-                    EscapeMarkup(what.second), "</td>",
+    absl::StrAppend(out, "<tr>", Cell(what.first), LabelCell(what.second),
                     Cell(absl::StrJoin(intervals, ", ")), "</tr>\n");
   }
   absl::StrAppend(out, "</table></div>\n");
@@ -755,8 +788,8 @@ void AppendCandidates(const Group& group, std::string* out) {
     }
     absl::StrAppend(
         out, "<details><summary>",
-        EscapeMarkup(absl::StrCat(Tokens(point.interval),
-                                  " tokens: ", absl::StrJoin(parts, ", "))),
+        EscapeMarkup(absl::StrCat(TokensNoun(point.interval), ": ",
+                                  absl::StrJoin(parts, ", "))),
         "</summary>\n<div class=\"wide\"><table>\n<tr><th>candidate</th>"
         "<th>verdict</th><th class=\"n\">median</th><th class=\"n\">loses by"
         "</th><th class=\"n\">error</th><th class=\"n\">arena</th>"
@@ -774,14 +807,15 @@ void AppendCandidates(const Group& group, std::string* out) {
               [&](size_t a, size_t b) { return rank(a) < rank(b); });
     for (const size_t i : order) {
       const Measurement& measurement = evidence[i];
-      absl::StrAppend(out, "<tr><td class=\"label\">",
-                      EscapeMarkup(measurement.label), "</td>",
+      absl::StrAppend(out, "<tr>", LabelCell(measurement.label),
                       Cell(VerdictName(measurement.verdict)),
                       Number(Time(MedianNs(measurement))),
                       Number(Percent(measurement.regret)),
                       Number(Error(measurement.worst_error)),
                       Number(Bytes(measurement.arena_bytes)),
-                      Number(absl::StrCat(measurement.registers)),
+                      Number(measurement.registers == 0
+                                 ? "–"
+                                 : absl::StrCat(measurement.registers)),
                       Number(absl::StrCat(measurement.samples.size())),
                       Cell(ReasonOf(measurement, i == 0)), "</tr>\n");
     }
@@ -815,7 +849,7 @@ std::string OriginOf(const std::vector<const ReportPlan*>& plans) {
   }
   std::string when = Day(first);
   if (Day(last) != when) absl::StrAppend(&when, " to ", Day(last));
-  if (device.empty()) device = "an unnamed device";
+  if (device.empty()) device = "a device whose name was not stored";
   return absl::StrCat("Measured on ", device, ", ", when,
                       tool.empty() ? "" : ", by ", tool);
 }
@@ -825,7 +859,16 @@ void AppendGroup(const Group& group, std::string* out) {
                   EscapeMarkup(group.target), "</h2>\n<p class=\"soft\">",
                   EscapeMarkup(OriginOf(group.plans)), "</p>\n",
                   "<div class=\"wide\">\n");
-  absl::StrAppend(out, Chart(group).Render(), "</div>\n");
+  Group drawn = group;
+  drawn.points.erase(
+      std::remove_if(drawn.points.begin(), drawn.points.end(),
+                     [](const Point& point) { return !point.IsDrawable(); }),
+      drawn.points.end());
+  absl::StrAppend(out,
+                  drawn.points.empty()
+                      ? "<p>No interval has a time that can be drawn.</p>\n"
+                      : Chart(drawn).Render(),
+                  "</div>\n");
   AppendWinners(group, out);
   AppendIntervals(group, out);
   AppendRejects(group, out);
@@ -835,8 +878,8 @@ void AppendGroup(const Group& group, std::string* out) {
                   "plans hold for: every field must match</summary>\n"
                   "<div class=\"wide\"><table>\n");
   for (const CanonicalField& field : group.context) {
-    absl::StrAppend(out, "<tr>", Cell(field.path), "<td class=\"label\">",
-                    EscapeMarkup(field.value), "</td></tr>\n");
+    absl::StrAppend(out, "<tr>", Cell(field.path), LabelCell(field.value),
+                    "</tr>\n");
   }
   absl::StrAppend(out, "</table></div></details>\n</section>\n");
 }
@@ -852,7 +895,9 @@ void AppendGuide(std::string* out) {
       EscapeMarkup(absl::StrFormat(
           "The noise floor is what two sets of samples of the same plan differ "
           "by. The default wins unless a rival beats it by more than %g %% "
-          "and three noise floors.",
+          "and three noise floors; a rival that \"loses by\" less than 0 was "
+          "faster, "
+          "but not by that much.",
           100 * kSelectionMarginMin)),
       " “Samples replayed” derives the winner once more from the stored "
       "samples.</p>\n<p>No roofline is drawn: the cache holds no measured "
@@ -908,8 +953,9 @@ std::string RenderReport(const ReportInput& input) {
   const std::string predicted =
       input.predicted == 0
           ? ""
-          : absl::StrCat(" ", input.predicted,
-                         " predicted plans never ran and are left out.");
+          : absl::StrCat(
+                " Left out: ", Count(input.predicted, "predicted plan"),
+                ", never run.");
   if (plans.empty()) {
     absl::StrAppend(&out, "<section><p>",
                     EscapeMarkup(absl::StrCat("The cache has no measured plans",
@@ -917,12 +963,12 @@ std::string RenderReport(const ReportInput& input) {
                     " <code>kiln prewarm</code> makes them.</p></section>\n");
   } else {
     const std::vector<Group> groups = GroupPlans(input);
-    absl::StrAppend(&out, "<p class=\"soft\">",
-                    EscapeMarkup(absl::StrCat(
-                        plans.size(), " measured plans", limit, " in ",
-                        groups.size(), groups.size() == 1 ? " race" : " races",
-                        ". ", OriginOf(plans), ".", predicted)),
-                    "</p>\n");
+    absl::StrAppend(
+        &out, "<p class=\"soft\">",
+        EscapeMarkup(absl::StrCat(Count(plans.size(), "measured plan"), limit,
+                                  " in ", Count(groups.size(), "chart"), ". ",
+                                  OriginOf(plans), ".", predicted)),
+        "</p>\n");
     for (const Group& group : groups) AppendGroup(group, &out);
     AppendGuide(&out);
   }

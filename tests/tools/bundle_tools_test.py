@@ -170,6 +170,14 @@ class BundleToolsTest(unittest.TestCase):
             signature.write_text(text[:at] + digit + text[at + 1:])
             self.run_kiln(REFUSED, "verify", bundle, "--key", public)
 
+    def test_what_is_left_of_a_signature_is_refused(self):
+        bundle, signature, public = self.signed("torn")
+        whole = signature.read_bytes()
+        for torn in (b"", whole[:20], whole[:-1], whole * 2, whole * 10,
+                     bytes(2000)):
+            signature.write_bytes(torn)
+            self.run_kiln(REFUSED, "verify", bundle, "--key", public)
+
     def test_a_flipped_byte_of_the_bundle_is_refused(self):
         bundle, _, public = self.signed("damaged")
         data = bytearray(bundle.read_bytes())

@@ -9,11 +9,15 @@ import atexit
 import json
 import os
 import pathlib
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
+import xml.etree.ElementTree
 
 BIN = pathlib.Path(
     os.environ.get("KILN_BIN_DIR", "build/release/bin")).resolve()
@@ -290,6 +294,8 @@ class HappyPathTest(CliTest):
         self.assertIn("nothing to do", result.err)
         check = self.run_entry("--tokens", 0, "--check")
         self.assertEqual(check.code, DONE, check)
+        self.assertEqual(check.json()["tokens"], 0)
+        self.assertNotIn("passed", check.json())
 
     def test_a_bundle_moves_to_another_folder(self):
         moved = SCRATCH / "deep" / "er" / "model.kiln"
@@ -523,6 +529,16 @@ class UsageTest(CliTest):
             ([*run, "--tokens", "two"], ["--tokens"]),
             ([*run, "--tokens", "1e3"], ["--tokens"]),
             (["run", "x.kiln", "--tokens", "1"], ["--entry"]),
+            ([*run, "--tokens", "1", "--seed", "-1"], ["--seed"]),
+            ([*run, "--tokens", "1", "--seed", str(1 << 64)], ["--seed"]),
+            *((["prewarm", SMALL, "--target", "cpu", option, value],
+               [option, value])
+              for option in ("--budget", "--compile-timeout")
+              for value in ("nan", "inf", "0", "1e300")),
+            *((["cache", "gc", "--max-age", value], ["--max-age"])
+              for value in ("nan", "inf", "-1", "1e300")),
+            *((["cache", "gc", "--max-bytes", value], ["--max-bytes"])
+              for value in ("-1", str((1 << 64) - 1), "-5KB")),
             (["verify"], ["file"]),
             (["verify", SMALL, "--root", "xyz"], ["64 hex digits"]),
         ]
@@ -538,6 +554,28 @@ class UsageTest(CliTest):
             self.assertNotEqual(result.out, "")
             self.assertEqual(result.err, "")
         self.assertIn("Exit codes", kiln("--help").out)
+
+    def test_results_that_cannot_be_written_are_no_success(self):
+        for args in (["--json", "doctor"], ["--help"], ["--version"],
+                     ["plan", SMALL, "--target", "sm_90a"]):
+            if args[0] == "plan" and not DOCTOR["nvrtc"]["found"]:
+                continue
+            for shell in ("exec \"$@\" >/dev/full", "exec \"$@\" >&-"):
+                with self.subTest(f"{args} {shell}"):
+                    done = subprocess.run(
+                        ["sh", "-c", shell, "sh", KILN, "--cache",
+                         SCRATCH / "cache", *args], text=True, timeout=60,
+                        stderr=subprocess.PIPE, check=False)
+                    self.assertEqual(done.returncode, FAILED, done.stderr)
+                    self.assertIn("cannot write to stdout", done.stderr)
+
+    def test_json_names_files_that_are_no_utf_8(self):
+        name = os.fsencode(SCRATCH) + b"/caf\xe9"
+        done = subprocess.run([KILN, "--json", "--cache", name, "doctor"],
+                              capture_output=True, timeout=60, check=False)
+        self.assertEqual(done.returncode, DONE, done.stderr)
+        self.assertTrue(json.loads(done.stdout)["cache"]["folder"].endswith(
+            "caf\ufffd"))
 
 
 class MissingThingsTest(CliTest):
@@ -611,6 +649,67 @@ class CacheTest(CliTest):
         self.refuse(FAILED, "small.json", args=[
             "--cache", inside, "prewarm", SMALL, *CPU], cache=None)
 
+    def test_without_a_home_no_folder_is_guessed(self):
+        for home in ({"HOME": ""}, {"HOME": "", "XDG_CACHE_HOME": ""}):
+            self.refuse(USAGE, "--cache", "HOME", args=["plan", SMALL, *CPU],
+                        cache=None, env=home)
+            result = kiln("--cache-mode", "off", "plan", SMALL, *CPU,
+                          cache=None, env=home)
+            self.assertEqual(result.code, DONE, result)
+            self.assertEqual(kiln("doctor", cache=None, env=home).code, DONE)
+
+    def test_no_winner_without_a_default_that_may_compile_next_time(self):
+        one = write("one.json", changed(capacities=[1]))
+        words = ["--cache", str(SCRATCH / "stopped"), "--json", "prewarm",
+                 str(one), "--target", "cpu", "--max-candidates", "3",
+                 "--budget", "0.05", "--jobs", "1"]
+        # The compiler was probed before, so that the only child is a worker.
+        kiln(*words[2:], "--stop-after", "enumerate", cache="stopped")
+        with subprocess.Popen([KILN, *words, "--compile-timeout", "1.5"],
+                              text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE) as run:
+            children = f"/proc/{run.pid}/task/{run.pid}/children"
+            worker = None
+            while worker is None and run.poll() is None:
+                for pid in pathlib.Path(children).read_text().split():
+                    try:
+                        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+                    except OSError:
+                        continue
+                    spent = sum(map(int, stat.rsplit(")", 1)[1].split()[11:13]))
+                    # Well into its first program, the default's.
+                    if spent >= os.sysconf("SC_CLK_TCK") * 0.15:
+                        worker = int(pid)
+                        os.kill(worker, signal.SIGSTOP)
+                time.sleep(0.005)
+            out, err = run.communicate(timeout=120)
+        self.assertEqual(run.returncode, INCOMPLETE, err)
+        (plan,) = json.loads(out)["plans"]
+        self.assertEqual(plan["state"], "none", plan)
+        self.assertIn("default", plan["problem"])
+        again = kiln(*words[2:], cache="stopped")
+        self.assertEqual(again.code, DONE, again)
+        self.assertEqual(again.json()["programs_compiled"], 1)
+        self.assertEqual(again.json()["plans"][0]["rejected"], 0)
+
+    def test_too_little_memory_sets_no_candidate_aside(self):
+        def limit():
+            resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+        try:
+            subprocess.run([KILN, "--version"], check=True,
+                           capture_output=True, preexec_fn=limit)
+        except (OSError, subprocess.SubprocessError) as error:
+            self.skipTest(f"kiln does not start in 8 GiB: {error}")
+        huge = write("huge.json", manifest({
+            **REQUEST, "hidden": 65536, "experts": 8, "top_k": 8,
+            "weights": {"format": "exl3", "codebook": "mcg", "bits": 1},
+            "capacities": [65536]}))
+        for _ in range(2):
+            self.expect(kiln("prewarm", huge, *CPU, cache="huge",
+                             preexec_fn=limit), FAILED, "cannot allocate")
+        stats = kiln("--json", "cache", "stats", cache="huge").json()
+        self.assertEqual(stats["tables"]["reject"]["rows"], 0)
+
     def test_a_read_only_folder_is_one_clear_error(self):
         folder = SCRATCH / "locked"
         folder.mkdir()
@@ -626,8 +725,8 @@ class CacheTest(CliTest):
                 self.skipTest(f"root may write anywhere, and another user "
                               f"cannot start kiln: {error}")
         for verb in (["prewarm"], ["plan"]):
-            self.refuse(FAILED, "locked", args=[verb[0], SMALL, *CPU],
-                        cache="locked", **who)
+            self.refuse(FAILED, "locked", "--cache-mode", args=[
+                verb[0], SMALL, *CPU], cache="locked", **who)
         self.assertEqual(list(folder.iterdir()), [])
 
     def test_a_foreign_file_in_its_place_is_left_alone(self):
@@ -690,6 +789,50 @@ class CareTest(CliTest):
             "explain", SMALL, *CPU, "--entry", "nope", "--tokens", "1"])
         self.refuse(REFUSED, "1..8", "9", args=[
             "explain", SMALL, *CPU, "--entry", "moe", "--tokens", "9"])
+
+    def test_report_is_one_well_formed_page(self):
+        page = SCRATCH / "report.html"
+        result = kiln("--json", "report", "-o", page)
+        self.assertEqual(result.code, DONE, result)
+        self.assertEqual(result.json()["plans"], 3)
+        self.assertEqual(result.json()["bytes"], page.stat().st_size)
+        root = xml.etree.ElementTree.parse(page).getroot()
+        svg = root.findall(".//{http://www.w3.org/2000/svg}svg")
+        self.assertEqual(len(svg), 1)
+        names = {element.tag.rpartition("}")[2] for element in svg[0].iter()}
+        self.assertLessEqual({"line", "text", "path", "circle", "rect"}, names)
+        for element in svg[0].iter():
+            for name in ("x", "y", "x1", "y1", "x2", "y2", "cx", "cy", "r",
+                         "width", "height"):
+                if name in element.attrib:
+                    self.assertTrue(0 <= float(element.attrib[name]) <= 1100,
+                                    element.attrib)
+        texts = [e.text for e in svg[0].iter() if e.text]
+        for capacity in REQUEST["capacities"]:
+            self.assertIn(str(capacity), texts)
+        self.assertTrue(any(text.endswith("s") and text[0].isdigit()
+                            for text in texts), "no unit on the axis")
+        first = page.read_bytes()
+        self.assertEqual(kiln("report", "-o", page).code, DONE)
+        self.assertEqual(page.read_bytes(), first)
+
+    def test_report_of_nothing_says_so(self):
+        page = SCRATCH / "none.html"
+        result = kiln("report", "-o", page, "--target", "sm_90a")
+        self.assertEqual(result.code, DONE, result)
+        self.assertIn("no measured plans for sm_90a", page.read_text())
+        xml.etree.ElementTree.parse(page)
+        result = kiln("report", "-o", page, cache="never made")
+        self.assertEqual(result.code, DONE, result)
+        self.assertIn("The cache has no measured plans.", page.read_text())
+        self.assertFalse((SCRATCH / "never made").exists())
+
+    def test_report_refuses_bad_targets_and_folders(self):
+        self.refuse(USAGE, "sm_9", args=[
+            "report", "-o", SCRATCH / "r.html", "--target", "sm_9"])
+        nowhere = SCRATCH / "nowhere" / "r.html"
+        self.refuse(FAILED, "nowhere", args=["report", "-o", nowhere])
+        self.assertFalse((SCRATCH / "r.html").exists())
 
     def test_stats_and_check_of_a_whole_cache(self):
         result = kiln("--json", "cache", "stats")

@@ -93,6 +93,17 @@ TEST(ParseJsonTest, NamesPlaceAndReasonOfASyntaxError) {
   }
 }
 
+TEST(ParseJsonTest, RefusesANulByteAndWhatItWouldHide) {
+  for (const auto& behind : {"", " [2]"}) {
+    std::string text = "[1]\n ";
+    text.push_back('\0');
+    text += behind;
+    EXPECT_THAT(ParseJson(text, "f"),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("f:2:2: invalid JSON: a NUL byte")));
+  }
+}
+
 TEST(ParseJsonTest, RefusesDuplicateKeysPerObject) {
   EXPECT_THAT(ParseJson("{\"a\":1,\n \"b\":2,\n  \"a\":3}", "f"),
               StatusIs(absl::StatusCode::kInvalidArgument,
