@@ -79,6 +79,27 @@ def kiln(*args, cache="cache", **kwargs):
     return Result(done)
 
 
+def children(pid):
+    """Processes that any thread of a process started."""
+    found = []
+    for task in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [int(word) for word in task.read_text().split()]
+        except OSError:
+            continue  # the thread has ended
+    return found
+
+
+def cpu_seconds(pid):
+    """What a process has used so far; 0 where it has ended."""
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    user, system = stat.rsplit(")", 1)[1].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def has_cc_cpu():
     return os.access(BIN / "kiln-cc-cpu", os.X_OK)
 
@@ -668,18 +689,12 @@ class CacheTest(CliTest):
         with subprocess.Popen([KILN, *words, "--compile-timeout", "1.5"],
                               text=True, stdout=subprocess.PIPE,
                               stderr=subprocess.PIPE) as run:
-            children = f"/proc/{run.pid}/task/{run.pid}/children"
             worker = None
             while worker is None and run.poll() is None:
-                for pid in pathlib.Path(children).read_text().split():
-                    try:
-                        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-                    except OSError:
-                        continue
-                    spent = sum(map(int, stat.rsplit(")", 1)[1].split()[11:13]))
+                for pid in children(run.pid):
                     # Well into its first program, the default's.
-                    if spent >= os.sysconf("SC_CLK_TCK") * 0.15:
-                        worker = int(pid)
+                    if cpu_seconds(pid) >= 0.1:
+                        worker = pid
                         os.kill(worker, signal.SIGSTOP)
                 time.sleep(0.005)
             out, err = run.communicate(timeout=120)
