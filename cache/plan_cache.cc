@@ -13,6 +13,7 @@
 #include <ctime>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "cache/row_codec.h"
@@ -168,6 +169,17 @@ absl::Status CheckSchema(Database* database) {
                    Sha256(expected).Short(), "; ", kOtherFolder));
 }
 
+// What to do about a file that is too damaged to be opened, and so to repair.
+absl::Status WithAdvice(const absl::Status& status) {
+  if (!absl::IsDataLoss(status) ||
+      absl::StrContains(status.message(), kOtherFolder)) {
+    return status;
+  }
+  return absl::DataLossError(
+      absl::StrCat(status.message(), "; its end or its first pages are lost; ",
+                   kOtherFolder));
+}
+
 // Creates the tables unless another process was faster.
 absl::Status CreateIfEmpty(Database* database) {
   constexpr absl::string_view kPageCount = "PRAGMA page_count";
@@ -315,12 +327,14 @@ absl::StatusOr<PlanCache> PlanCache::OpenReadWrite(PlanCacheOptions options) {
                                      "; --cache-mode read-only reads it, off "
                                      "does without it"));
   }
-  ASSIGN_OR_RETURN(std::unique_ptr<Database> database,
-                   Database::Open({.path = path,
-                                   .access = DatabaseAccess::kReadWrite,
-                                   .busy_timeout = options.busy_timeout}));
-  RETURN_IF_ERROR(CreateIfEmpty(database.get()));
-  RETURN_IF_ERROR(CheckSchema(database.get()));
+  absl::StatusOr<std::unique_ptr<Database>> opened =
+      Database::Open({.path = path,
+                      .access = DatabaseAccess::kReadWrite,
+                      .busy_timeout = options.busy_timeout});
+  RETURN_IF_ERROR(WithAdvice(opened.status()));
+  std::unique_ptr<Database> database = *std::move(opened);
+  RETURN_IF_ERROR(WithAdvice(CreateIfEmpty(database.get())));
+  RETURN_IF_ERROR(WithAdvice(CheckSchema(database.get())));
   return PlanCache(std::move(options), path, std::move(database));
 }
 
@@ -341,11 +355,11 @@ absl::StatusOr<PlanCache> PlanCache::OpenReadOnly(PlanCacheOptions options) {
   const DatabaseAccess access = NetworkFileSystemName(info).empty()
                                     ? DatabaseAccess::kReadOnly
                                     : DatabaseAccess::kReadOnlyUnlocked;
-  ASSIGN_OR_RETURN(std::unique_ptr<Database> database,
-                   Database::Open({.path = path,
-                                   .access = access,
-                                   .busy_timeout = options.busy_timeout}));
-  RETURN_IF_ERROR(CheckSchema(database.get()));
+  absl::StatusOr<std::unique_ptr<Database>> opened = Database::Open(
+      {.path = path, .access = access, .busy_timeout = options.busy_timeout});
+  RETURN_IF_ERROR(WithAdvice(opened.status()));
+  std::unique_ptr<Database> database = *std::move(opened);
+  RETURN_IF_ERROR(WithAdvice(CheckSchema(database.get())));
   return PlanCache(std::move(options), path, std::move(database));
 }
 

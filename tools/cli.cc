@@ -1,5 +1,6 @@
 #include "tools/cli.h"
 
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -56,8 +57,7 @@ class TerminalProgress : public ProgressSink {
         absl::StrCat(StageName(stage), " [", std::string(filled, '#'),
                      std::string(kWidth - filled, '.'), "] ", done, "/", total,
                      eta, " ", detail);
-    constexpr size_t kLineMax = 118;
-    if (line.size() > kLineMax) line.resize(kLineMax);
+    if (const size_t width = Width(); line.size() > width) line.resize(width);
     std::fprintf(stderr, "\r\033[K%s", line.c_str());
     std::fflush(stderr);
     open_ = true;
@@ -69,6 +69,16 @@ class TerminalProgress : public ProgressSink {
   }
 
  private:
+  // What fits one row: a line that wraps could not be cleared again.
+  static size_t Width() {
+    constexpr size_t kWidthMax = 118;
+    winsize size = {};
+    if (ioctl(STDERR_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col < 2) {
+      return kWidthMax;
+    }
+    return std::min<size_t>(kWidthMax, size.ws_col - 1);
+  }
+
   void Clear() {
     if (open_) std::fprintf(stderr, "\r\033[K");
     open_ = false;

@@ -32,8 +32,9 @@ absl::Status RuntimeStatus(kiln_status_t status, const kiln_error_t& error) {
       return absl::DataLossError(message);
     case KILN_STATUS_TOKENS_OUT_OF_RANGE:
       return absl::OutOfRangeError(message);
-    case KILN_STATUS_DRIVER:
     case KILN_STATUS_SYSTEM:
+      return absl::UnavailableError(message);
+    case KILN_STATUS_DRIVER:
       return absl::InternalError(message);
     default:
       return absl::FailedPreconditionError(message);

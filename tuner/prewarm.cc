@@ -708,8 +708,8 @@ class Session {
       race.about_to_run = [&](size_t contender) { running = contender; };
       absl::StatusOr<RaceResult> result =
           kiln::Race(bench, resolved.interval, contenders, race);
-      // A device without room says nothing about the candidate.
-      if (absl::IsResourceExhausted(result.status())) {
+      // A machine without room says nothing about the candidate.
+      if (IsWantOfResources(result.status())) {
         return Annotate(result.status(),
                         absl::StrCat("racing ", Describe(resolved, "")));
       }

@@ -108,7 +108,7 @@ class RaceRunner {
       absl::StatusOr<LoadedPlan> loaded =
           LoadedPlan::Load(bench_->device(), bench_->geometry(),
                            interval_.m_max, contender.body, contender.programs);
-      if (absl::IsResourceExhausted(loaded.status())) return loaded.status();
+      if (IsWantOfResources(loaded.status())) return loaded.status();
       if (!loaded.ok()) {
         timing.reason = std::string(loaded.status().message());
         continue;
@@ -290,6 +290,10 @@ class RaceRunner {
 };
 
 }  // namespace
+
+bool IsWantOfResources(const absl::Status& status) {
+  return absl::IsResourceExhausted(status) || absl::IsUnavailable(status);
+}
 
 double MedianNs(const std::vector<BlockTime>& samples) {
   std::vector<double> values;

@@ -69,10 +69,15 @@ struct RaceOptions {
 
 // The first contender is the default: it is timed twice per block, which
 // measures the noise floor, and never eliminated.
-//   Errors: the device failed. Wrong candidates are Outcome::kRejected.
+//   Errors: the device failed, or the machine lacks something
+//   (IsWantOfResources). Wrong candidates are Outcome::kRejected.
 absl::StatusOr<RaceResult> Race(OpBench* bench, const Interval& interval,
                                 const std::vector<Contender>& contenders,
                                 const RaceOptions& options);
+
+// Whether a failure says that memory, threads or descriptors ran out, and so
+// nothing about the candidate that ran.
+bool IsWantOfResources(const absl::Status& status);
 
 // Median of the samples; NaN when there are none.
 double MedianNs(const std::vector<BlockTime>& samples);

@@ -149,10 +149,9 @@ BundleSection ScaleSection(int copies) {
         FakeProgram("scale " + std::to_string(i), target, binary, kernels));
     Plan copy = plan;
     copy.programs = {section.programs.back()->key.digest};
-    char name[16];
-    std::snprintf(name, sizeof(name), "scale%03d", i);
-    section.entries.push_back(
-        {.name = name, .geometry = plan.geometry, .plans = {copy}});
+    section.entries.push_back({.name = "scale" + std::to_string(1000 + i),
+                               .geometry = plan.geometry,
+                               .plans = {copy}});
   }
   return section;
 }

@@ -6,15 +6,19 @@ every bad input with its exit code, one clear message, and nothing half-written.
 """
 
 import atexit
+import fcntl
 import json
 import os
 import pathlib
+import pty
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 import unittest
 import xml.etree.ElementTree
@@ -324,6 +328,26 @@ class HappyPathTest(CliTest):
         shutil.copy(self.bundle, moved)
         result = self.run_entry("--tokens", 3, "--check", file=moved)
         self.assertEqual(result.code, DONE, result)
+
+    def test_progress_keeps_to_one_row_of_a_narrow_terminal(self):
+        master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 40, 0, 0))
+        done = subprocess.run(
+            [KILN, "--cache-mode", "off", "prewarm", SMALL, *CPU, "--budget",
+             "0.05"], stdout=subprocess.DEVNULL, stderr=slave, timeout=240,
+            check=False)
+        os.close(slave)
+        drawn = b""
+        while True:
+            try:
+                drawn += os.read(master, 65536)
+            except OSError:  # all was read, and the other end is closed
+                break
+        os.close(master)
+        self.assertEqual(done.returncode, DONE, drawn)
+        rows = drawn.decode().split("\r\033[K")
+        self.assertTrue(any(row.startswith("race [") for row in rows), drawn)
+        self.assertLess(max(map(len, rows)), 40, drawn)
 
     def test_stop_after_ends_early_and_says_so(self):
         for stage in ("resolve", "lookup", "enumerate", "compile"):
@@ -665,6 +689,39 @@ class MissingThingsTest(CliTest):
 @need_cc_cpu
 class CacheTest(CliTest):
 
+    def user_without_privileges(self):
+        """Arguments that run kiln as somebody other than root."""
+        SCRATCH.chmod(0o755)
+        if os.geteuid() != 0:
+            return {}
+        who = {"user": 65534, "group": 65534, "extra_groups": []}
+        try:
+            subprocess.run([KILN, "--version"], check=True,
+                           capture_output=True, **who)
+        except (OSError, subprocess.SubprocessError) as error:
+            self.skipTest(f"root may do anything, and another user cannot "
+                          f"start kiln: {error}")
+        return who
+
+    def test_too_few_threads_set_no_candidate_aside(self):
+        if (os.cpu_count() or 1) < 2:
+            self.skipTest("a plan for one processor starts no thread")
+        who = self.user_without_privileges()
+        folder = SCRATCH / "threads"
+        folder.mkdir()
+        folder.chmod(0o777)
+        words = ["--json", "prewarm", SMALL, *CPU, "--budget", "0.05"]
+        compiled = kiln(*words, "--stop-after", "compile", cache="threads",
+                        **who)
+        self.assertEqual(compiled.code, DONE, compiled)
+        self.expect(kiln(*words, cache="threads", **who,
+                         preexec_fn=lambda: resource.setrlimit(
+                             resource.RLIMIT_NPROC, (1, 1))),
+                    FAILED, "cannot create thread")
+        stats = kiln("--json", "cache", "stats", cache="threads", **who)
+        self.assertEqual(stats.json()["tables"]["reject"]["rows"], 0)
+        self.assertEqual(kiln(*words, cache="threads", **who).code, DONE)
+
     def test_a_cache_folder_that_cannot_be_is_named(self):
         inside = SMALL / "cache"
         self.refuse(FAILED, "small.json", args=[
@@ -729,16 +786,7 @@ class CacheTest(CliTest):
         folder = SCRATCH / "locked"
         folder.mkdir()
         folder.chmod(0o555)
-        SCRATCH.chmod(0o755)
-        who = {}
-        if os.geteuid() == 0:
-            who = {"user": 65534, "group": 65534, "extra_groups": []}
-            try:
-                subprocess.run([KILN, "--version"], check=True,
-                               capture_output=True, **who)
-            except (OSError, subprocess.SubprocessError) as error:
-                self.skipTest(f"root may write anywhere, and another user "
-                              f"cannot start kiln: {error}")
+        who = self.user_without_privileges()
         for verb in (["prewarm"], ["plan"]):
             self.refuse(FAILED, "locked", "--cache-mode", args=[
                 verb[0], SMALL, *CPU], cache="locked", **who)
