@@ -28,6 +28,7 @@ std::vector<int64_t> IdsOf(const FusedMoeWorkload& workload, Routing routing,
                            uint32_t draw, uint32_t tokens) {
   const std::string bytes = workload.MakeTokens(routing, draw, tokens).topk_ids;
   std::vector<int64_t> ids;
+  if (bytes.empty()) return ids;
   if (workload.geometry().id_dtype == DType::kI64) {
     ids.resize(bytes.size() / 8);
     std::memcpy(ids.data(), bytes.data(), bytes.size());
