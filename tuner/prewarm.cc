@@ -67,6 +67,18 @@ int OracleThreads() {
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
 
+// Registers of the hungriest kernel that `body` launches.
+uint32_t RegistersOf(
+    const PlanBody& body,
+    const std::vector<std::shared_ptr<const Program>>& programs) {
+  uint32_t registers = 0;
+  for (const Step& step : body.steps) {
+    const Kernel* kernel = programs.at(step.program)->FindKernel(step.entry);
+    if (kernel != nullptr) registers = std::max(registers, kernel->registers);
+  }
+  return registers;
+}
+
 // One program to compile, and everybody who needs it.
 struct PendingProgram {
   ProgramKey key;
@@ -286,6 +298,20 @@ class Session {
     return pending;
   }
 
+  // True when the cache has the program or a reject of it, which is counted.
+  absl::StatusOr<bool> ProgramIsAnswered(const Digest& key) {
+    ASSIGN_OR_RETURN(const bool present, cache_.ContainsProgram(key));
+    if (present) {
+      ++report_.programs_reused;
+      return true;
+    }
+    ASSIGN_OR_RETURN(const std::optional<Reject> reject,
+                     cache_.FindReject(key));
+    if (!reject.has_value()) return false;
+    rejected_programs_[key] = reject->reason;
+    return true;
+  }
+
   absl::Status AddPending(const ResolvedInterval& resolved,
                           const PlannedCandidate& candidate,
                           std::set<Digest>* seen,
@@ -295,17 +321,8 @@ class Session {
       const ProgramKey& key = candidate.programs[i];
       if (!IsOwnProgram(key.digest)) continue;
       if (!seen->insert(key.digest).second) continue;
-      ASSIGN_OR_RETURN(const bool present, cache_.ContainsProgram(key.digest));
-      if (present) {
-        ++report_.programs_reused;
-        continue;
-      }
-      ASSIGN_OR_RETURN(const std::optional<Reject> reject,
-                       cache_.FindReject(key.digest));
-      if (reject.has_value()) {
-        rejected_programs_[key.digest] = reject->reason;
-        continue;
-      }
+      ASSIGN_OR_RETURN(const bool answered, ProgramIsAnswered(key.digest));
+      if (answered) continue;
       if (units.empty()) {
         units = candidate.kernel_template->MakeUnits(
             resolved.geometry, contexts_[resolved.context].target,
@@ -399,19 +416,9 @@ class Session {
       std::vector<PendingProgram> programs) {
     std::vector<PendingProgram> open;
     for (PendingProgram& program : programs) {
-      const Digest& key = program.key.digest;
-      ASSIGN_OR_RETURN(const bool present, cache_.ContainsProgram(key));
-      if (present) {
-        ++report_.programs_reused;
-        continue;
-      }
-      ASSIGN_OR_RETURN(const std::optional<Reject> reject,
-                       cache_.FindReject(key));
-      if (reject.has_value()) {
-        rejected_programs_[key] = reject->reason;
-        continue;
-      }
-      open.push_back(std::move(program));
+      ASSIGN_OR_RETURN(const bool answered,
+                       ProgramIsAnswered(program.key.digest));
+      if (!answered) open.push_back(std::move(program));
     }
     return open;
   }
@@ -854,17 +861,6 @@ std::optional<Stage> ParseStage(absl::string_view name) {
     if (StageName(stage) == name) return stage;
   }
   return std::nullopt;
-}
-
-uint32_t RegistersOf(
-    const PlanBody& body,
-    const std::vector<std::shared_ptr<const Program>>& programs) {
-  uint32_t registers = 0;
-  for (const Step& step : body.steps) {
-    const Kernel* kernel = programs.at(step.program)->FindKernel(step.entry);
-    if (kernel != nullptr) registers = std::max(registers, kernel->registers);
-  }
-  return registers;
 }
 
 absl::StatusOr<TargetContext> ResolveTarget(const Target& target,

@@ -164,11 +164,6 @@ absl::StatusOr<PrewarmReport> Prewarm(const Manifest& manifest,
                                       const PrewarmOptions& options,
                                       PlanCache* cache, ProgressSink* progress);
 
-// Registers of the hungriest kernel that `body` launches.
-uint32_t RegistersOf(
-    const PlanBody& body,
-    const std::vector<std::shared_ptr<const Program>>& programs);
-
 }  // namespace kiln
 
 #endif  // KILN_TUNER_PREWARM_H_
