@@ -14,7 +14,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "compiler/base/check.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
 
@@ -47,8 +46,7 @@ struct DescriptorPair {
 
 absl::Status SpawnStatus(int code, const std::string& executable) {
   return code == 0 ? absl::OkStatus()
-                   : ErrnoStatus(code, "cannot start the compiler worker",
-                                 executable);
+                   : ErrnoStatus(code, "cannot start the worker", executable);
 }
 
 absl::StatusOr<pid_t> Spawn(const WorkerCommand& command, int channel,
@@ -58,16 +56,20 @@ absl::StatusOr<pid_t> Spawn(const WorkerCommand& command, int channel,
     argv.push_back(const_cast<char*>(argument.c_str()));
   }
   argv.push_back(nullptr);
-  char* environment[] = {nullptr};
+  char* no_environment[] = {nullptr};
 
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, channel, STDIN_FILENO);
   posix_spawn_file_actions_adddup2(&actions, channel, STDOUT_FILENO);
   posix_spawn_file_actions_adddup2(&actions, errors, STDERR_FILENO);
+  int next = STDERR_FILENO + 1;
+  if (command.shared >= 0) {
+    posix_spawn_file_actions_adddup2(&actions, command.shared, next++);
+  }
   // Whatever else this process has open (device files, a database) is none of
   // the worker's business.
-  posix_spawn_file_actions_addclosefrom_np(&actions, STDERR_FILENO + 1);
+  posix_spawn_file_actions_addclosefrom_np(&actions, next);
 
   posix_spawnattr_t attributes;
   posix_spawnattr_init(&attributes);
@@ -83,8 +85,9 @@ absl::StatusOr<pid_t> Spawn(const WorkerCommand& command, int channel,
 
   // posix_spawn, not fork: the parent may hold a CUDA context and threads.
   pid_t pid = -1;
-  const int code = posix_spawn(&pid, command.executable.c_str(), &actions,
-                               &attributes, argv.data(), environment);
+  const int code = posix_spawn(
+      &pid, command.executable.c_str(), &actions, &attributes, argv.data(),
+      command.inherit_environment ? environ : no_environment);
   posix_spawnattr_destroy(&attributes);
   posix_spawn_file_actions_destroy(&actions);
   RETURN_IF_ERROR(SpawnStatus(code, command.executable));
@@ -182,9 +185,14 @@ std::string WorkerProcess::Finish(absl::Duration patience) {
   }
   const bool killed_here = reaped == 0;
   if (killed_here) kill(-pid_, SIGKILL);
-  while (reaped <= 0) {
-    reaped = waitpid(pid_, &status, 0);
+  const absl::Time given_up = absl::Now() + kReapPatience;
+  for (absl::Duration pause = absl::Microseconds(50); reaped <= 0;
+       pause = std::min(2 * pause, absl::Milliseconds(50))) {
+    reaped = waitpid(pid_, &status, WNOHANG);
     if (reaped < 0 && errno != EINTR) return "ended for an unknown reason";
+    if (reaped > 0) break;
+    if (absl::Now() > given_up) return "was killed and does not end";
+    absl::SleepFor(pause);
   }
   ReceiveErrors();
   if (WIFEXITED(status)) {
@@ -197,16 +205,9 @@ std::string WorkerProcess::Finish(absl::Duration patience) {
 }
 
 absl::StatusOr<WorkerHello> HelloFromFrame(const Frame& frame) {
-  switch (frame.type) {
-    case FrameType::kHello:
-      return DecodeHello(frame.payload);
-    case FrameType::kFailure:
-      return DecodeFailure(frame.payload);
-    case FrameType::kJob:
-    case FrameType::kResult:
-      return absl::DataLossError("compiler worker did not start with a hello");
-  }
-  KILN_UNREACHABLE();
+  if (frame.type == FrameType::kHello) return DecodeHello(frame.payload);
+  if (frame.type == FrameType::kFailure) return DecodeFailure(frame.payload);
+  return absl::DataLossError("compiler worker did not start with a hello");
 }
 
 absl::StatusOr<WorkerHello> AwaitHello(WorkerProcess* worker,

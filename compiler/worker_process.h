@@ -1,5 +1,4 @@
-// WorkerProcess: one running compiler worker, owned by the thread that started
-// it.
+// WorkerProcess: one running worker, owned by the thread that started it.
 
 #ifndef KILN_COMPILER_WORKER_PROCESS_H_
 #define KILN_COMPILER_WORKER_PROCESS_H_
@@ -19,14 +18,23 @@
 
 namespace kiln {
 
+// How long a process that was killed may take to be gone.
+inline constexpr absl::Duration kReapPatience = absl::Seconds(60);
+
 // How to start a worker. `arguments` excludes argv[0].
 struct WorkerCommand {
   std::string executable;  // absolute path, or "/proc/self/exe"
   std::vector<std::string> arguments = {};
+  // Compilers get an empty environment. A worker that opens a device needs that
+  // of its parent: CUDA_VISIBLE_DEVICES and the like say what an ordinal means.
+  bool inherit_environment = false;
+  // A descriptor that the worker gets as its number 3; -1 for none. Borrowed
+  // during Start.
+  int shared = -1;
 };
 
-// A child process in a process group of its own, with an empty environment, one
-// stream socket as standard input and output, and standard error caught.
+// A child process in a process group of its own, with one stream socket as
+// standard input and output, and standard error caught.
 //
 // The child asks to be killed when its starter's thread ends, so the thread
 // that calls Start must live as long as the worker is wanted. Not thread-safe.
@@ -71,7 +79,8 @@ class WorkerProcess {
 
   // Waits at most `patience` for the process to end by itself, kills its group
   // if it still runs, reaps it, and says how it ended: "exited with code 3",
-  // "was killed by signal 11 (Segmentation fault)".
+  // "was killed by signal 11 (Segmentation fault)". A process that a driver
+  // keeps alive all the same is left behind after kReapPatience.
   std::string Finish(absl::Duration patience = absl::ZeroDuration());
 
   // Valid after Finish: the signal that ended the process before Finish had to,

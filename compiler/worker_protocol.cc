@@ -2,7 +2,6 @@
 
 #include <sys/stat.h>
 
-#include <bit>
 #include <cerrno>
 #include <climits>
 #include <cstdlib>
@@ -16,140 +15,11 @@
 namespace kiln {
 namespace {
 
-constexpr size_t kFrameHeaderBytes = 8;
 // Upper bounds of the lists inside messages.
 constexpr uint32_t kComponentsMax = 16;
 constexpr uint32_t kHeadersMax = 256;
 constexpr uint32_t kEntriesMax = 256;
 constexpr uint32_t kOptionsMax = 256;
-
-// Appends values to a payload.
-class Writer {
- public:
-  Writer& U32(uint32_t value) { return Integer(value, 4); }
-
-  Writer& U64(uint64_t value) { return Integer(value, 8); }
-
-  Writer& F64(double value) { return U64(std::bit_cast<uint64_t>(value)); }
-
-  Writer& Text(absl::string_view text) {
-    // Longer texts exceed the frame in any case; Finish reports them.
-    U32(static_cast<uint32_t>(text.size()));
-    bytes_.append(text.data(), text.size());
-    return *this;
-  }
-
-  Writer& Texts(const std::vector<std::string>& texts) {
-    U32(static_cast<uint32_t>(texts.size()));
-    for (const std::string& text : texts) Text(text);
-    return *this;
-  }
-
-  absl::StatusOr<std::string> Finish(FrameType type) const {
-    if (bytes_.size() > kFrameBytesMax) {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("compiler worker message has ", bytes_.size(),
-                       " bytes, at most ", kFrameBytesMax, " fit a frame"));
-    }
-    Writer frame;
-    frame.U32(static_cast<uint32_t>(type));
-    frame.U32(static_cast<uint32_t>(bytes_.size()));
-    return absl::StrCat(frame.bytes_, bytes_);
-  }
-
- private:
-  Writer& Integer(uint64_t value, int count) {
-    for (int i = 0; i < count; ++i) {
-      bytes_.push_back(static_cast<char>((value >> (8 * i)) & 0xFF));
-    }
-    return *this;
-  }
-
-  std::string bytes_;
-};
-
-uint64_t LoadInteger(absl::string_view bytes) {
-  uint64_t value = 0;
-  for (size_t i = bytes.size(); i-- > 0;) {
-    value = value << 8 | static_cast<uint8_t>(bytes[i]);
-  }
-  return value;
-}
-
-// Cursor over a payload. After the first failure every read returns an empty
-// value, and Finish reports the failure.
-class Reader {
- public:
-  explicit Reader(absl::string_view bytes) : bytes_(bytes) {}
-
-  uint32_t U32() { return static_cast<uint32_t>(LoadInteger(Take(4))); }
-
-  uint64_t U64() { return LoadInteger(Take(8)); }
-
-  double F64() { return std::bit_cast<double>(U64()); }
-
-  std::string Text() { return std::string(Take(U32())); }
-
-  // A list length of at most `max`.
-  uint32_t Count(uint32_t max, absl::string_view what) {
-    const uint32_t count = U32();
-    if (count <= max) return count;
-    Fail(absl::StrCat(count, " ", what, ", at most ", max, " are accepted"));
-    return 0;
-  }
-
-  std::vector<std::string> Texts(uint32_t max, absl::string_view what) {
-    std::vector<std::string> texts;
-    const uint32_t count = Count(max, what);
-    for (uint32_t i = 0; i < count && error_.empty(); ++i) {
-      texts.push_back(Text());
-    }
-    return texts;
-  }
-
-  void Fail(absl::string_view reason) {
-    if (error_.empty()) error_ = std::string(reason);
-  }
-
-  absl::Status Finish(absl::string_view message) {
-    if (!bytes_.empty()) {
-      Fail(absl::StrCat(bytes_.size(), " bytes follow its end"));
-    }
-    if (error_.empty()) return absl::OkStatus();
-    return absl::DataLossError(
-        absl::StrCat("compiler worker ", message, " is damaged: ", error_));
-  }
-
- private:
-  absl::string_view Take(size_t size) {
-    if (!error_.empty()) return {};
-    if (size > bytes_.size()) {
-      Fail(absl::StrCat("ends early, ", size, " bytes expected, ",
-                        bytes_.size(), " left"));
-      bytes_ = {};
-      return {};
-    }
-    const absl::string_view taken = bytes_.substr(0, size);
-    bytes_.remove_prefix(size);
-    return taken;
-  }
-
-  absl::string_view bytes_;
-  std::string error_;
-};
-
-absl::string_view CutLog(absl::string_view log) {
-  return log.substr(0, kLogBytesMax);
-}
-
-// Codes outside the canonical set read as kUnknown.
-absl::Status MakeStatus(uint32_t code, absl::string_view message) {
-  if (code == 0) return absl::OkStatus();
-  if (code > static_cast<uint32_t>(absl::StatusCode::kUnauthenticated)) {
-    return absl::UnknownError(message);
-  }
-  return absl::Status(static_cast<absl::StatusCode>(code), message);
-}
 
 }  // namespace
 
@@ -176,7 +46,7 @@ absl::StatusOr<FileIdentity> IdentifyFile(const std::string& path) {
 }
 
 absl::StatusOr<std::string> EncodeHello(const WorkerHello& hello) {
-  Writer writer;
+  FrameWriter writer;
   writer.U32(kWorkerProtocolVersion)
       .Text(hello.compiler)
       .Text(hello.version)
@@ -191,7 +61,7 @@ absl::StatusOr<std::string> EncodeHello(const WorkerHello& hello) {
 }
 
 absl::StatusOr<WorkerHello> DecodeHello(absl::string_view payload) {
-  Reader reader(payload);
+  FrameReader reader(payload);
   const uint32_t version = reader.U32();
   if (version != kWorkerProtocolVersion) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -210,25 +80,8 @@ absl::StatusOr<WorkerHello> DecodeHello(absl::string_view payload) {
     file.inode = reader.U64();
     hello.components.push_back(std::move(file));
   }
-  RETURN_IF_ERROR(reader.Finish("hello"));
+  RETURN_IF_ERROR(reader.Finish("compiler worker hello"));
   return hello;
-}
-
-absl::StatusOr<std::string> EncodeFailure(const absl::Status& failure) {
-  KILN_CHECK(!failure.ok());
-  return Writer()
-      .U32(static_cast<uint32_t>(failure.code()))
-      .Text(CutLog(failure.message()))
-      .Finish(FrameType::kFailure);
-}
-
-absl::Status DecodeFailure(absl::string_view payload) {
-  Reader reader(payload);
-  const uint32_t code = reader.U32();
-  const std::string message = reader.Text();
-  if (code == 0) reader.Fail("its code is OK");
-  RETURN_IF_ERROR(reader.Finish("failure"));
-  return MakeStatus(code, message);
 }
 
 absl::StatusOr<std::string> EncodeJob(const WorkerJob& job) {
@@ -241,7 +94,7 @@ absl::StatusOr<std::string> EncodeJob(const WorkerJob& job) {
         job.unit.options.size(), " options; at most ", kHeadersMax, ", ",
         kEntriesMax, " and ", kOptionsMax, " are accepted"));
   }
-  Writer writer;
+  FrameWriter writer;
   writer.U64(job.id)
       .Text(job.target.ToString())
       .Text(job.unit.name)
@@ -257,7 +110,7 @@ absl::StatusOr<std::string> EncodeJob(const WorkerJob& job) {
 }
 
 absl::StatusOr<WorkerJob> DecodeJob(absl::string_view payload) {
-  Reader reader(payload);
+  FrameReader reader(payload);
   WorkerJob job;
   job.id = reader.U64();
   const absl::StatusOr<Target> target = ParseTarget(reader.Text());
@@ -278,28 +131,26 @@ absl::StatusOr<WorkerJob> DecodeJob(absl::string_view payload) {
   }
   job.unit.entries = reader.Texts(kEntriesMax, "entries");
   job.unit.options = reader.Texts(kOptionsMax, "options");
-  RETURN_IF_ERROR(reader.Finish("job"));
+  RETURN_IF_ERROR(reader.Finish("compiler worker job"));
   return job;
 }
 
 absl::StatusOr<std::string> EncodeResult(const WorkerResult& result) {
-  return Writer()
+  return FrameWriter()
       .U64(result.id)
-      .U32(static_cast<uint32_t>(result.status.code()))
-      .Text(CutLog(result.status.message()))
+      .Status(result.status)
       .Text(result.binary)
-      .Text(CutLog(result.log))
+      .Text(absl::string_view(result.log).substr(0, kLogBytesMax))
       .F64(result.seconds)
       .U32(result.last ? 1 : 0)
       .Finish(FrameType::kResult);
 }
 
 absl::StatusOr<WorkerResult> DecodeResult(absl::string_view payload) {
-  Reader reader(payload);
+  FrameReader reader(payload);
   WorkerResult result;
   result.id = reader.U64();
-  const uint32_t code = reader.U32();
-  result.status = MakeStatus(code, reader.Text());
+  result.status = reader.Status();
   result.binary = reader.Text();
   result.log = reader.Text();
   result.seconds = reader.F64();
@@ -310,33 +161,8 @@ absl::StatusOr<WorkerResult> DecodeResult(absl::string_view payload) {
   if (result.status.ok() && result.binary.empty()) {
     reader.Fail("its binary is empty");
   }
-  RETURN_IF_ERROR(reader.Finish("result"));
+  RETURN_IF_ERROR(reader.Finish("compiler worker result"));
   return result;
-}
-
-absl::StatusOr<std::optional<Frame>> FrameParser::Next() {
-  if (buffer_.size() < kFrameHeaderBytes) return std::optional<Frame>();
-  const absl::string_view header(buffer_.data(), kFrameHeaderBytes);
-  const auto type = static_cast<uint32_t>(LoadInteger(header.substr(0, 4)));
-  const auto bytes = static_cast<uint32_t>(LoadInteger(header.substr(4, 4)));
-  if (type < static_cast<uint32_t>(FrameType::kHello) ||
-      type > static_cast<uint32_t>(FrameType::kResult)) {
-    return absl::DataLossError(
-        absl::StrCat("compiler worker sent a frame of unknown type ", type));
-  }
-  if (bytes > kFrameBytesMax) {
-    return absl::DataLossError(absl::StrCat("compiler worker announced ", bytes,
-                                            " bytes, at most ", kFrameBytesMax,
-                                            " fit a frame"));
-  }
-  if (buffer_.size() - kFrameHeaderBytes < bytes) {
-    return std::optional<Frame>();
-  }
-  Frame frame;
-  frame.type = static_cast<FrameType>(type);
-  frame.payload = buffer_.substr(kFrameHeaderBytes, bytes);
-  buffer_.erase(0, kFrameHeaderBytes + bytes);
-  return std::optional<Frame>(std::move(frame));
 }
 
 }  // namespace kiln

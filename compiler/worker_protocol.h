@@ -1,21 +1,15 @@
-// Messages between Kiln and a compiler worker process, and their frames.
+// Messages between Kiln and a compiler worker process.
 //
 // A worker inherits one stream socket as standard input and output. It sends
 // one Hello (or one Failure, and exits), then answers each Job with one Result,
 // in order, until the stream ends.
 //
-//   frame   type u32 · payload bytes u32 · payload
-//   payload integers little-endian; strings and lists prefixed by a u32 count
-//
-// Both sides treat the other as untrusted: every count is checked against a
-// stated maximum and against the bytes that are really there before anything
-// is allocated for it.
+// Both sides treat the other as untrusted, see worker_frame.h.
 
 #ifndef KILN_COMPILER_WORKER_PROTOCOL_H_
 #define KILN_COMPILER_WORKER_PROTOCOL_H_
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,22 +18,12 @@
 #include "absl/strings/string_view.h"
 #include "compiler/spec/plan.h"
 #include "compiler/spec/target.h"
+#include "compiler/worker_frame.h"
 
 namespace kiln {
 
 // Moves whenever a frame or a message changes; Kiln refuses another version.
 inline constexpr uint32_t kWorkerProtocolVersion = 1;
-// Largest payload of a frame. Programs are well below: a cubin has 10-500 KB.
-inline constexpr uint32_t kFrameBytesMax = 64u << 20;
-// Logs are cut to their first bytes: the first error is the one that counts.
-inline constexpr uint32_t kLogBytesMax = 256u << 10;
-
-enum class FrameType : uint32_t {
-  kHello = 1,
-  kFailure = 2,
-  kJob = 3,
-  kResult = 4,
-};
 
 // What identifies a file without reading it.
 struct FileIdentity {
@@ -85,41 +69,13 @@ struct WorkerResult {
 // Whole frames, ready to be sent. A message larger than kFrameBytesMax, and a
 // unit with more than 256 headers, entries or options, is ResourceExhausted.
 absl::StatusOr<std::string> EncodeHello(const WorkerHello& hello);
-absl::StatusOr<std::string> EncodeFailure(const absl::Status& failure);
 absl::StatusOr<std::string> EncodeJob(const WorkerJob& job);
 absl::StatusOr<std::string> EncodeResult(const WorkerResult& result);
 
 // Payload parsers. DataLoss for anything that the encoders cannot have written.
 absl::StatusOr<WorkerHello> DecodeHello(absl::string_view payload);
-// Returns the failure itself, which is never OK; DataLoss when unreadable.
-absl::Status DecodeFailure(absl::string_view payload);
 absl::StatusOr<WorkerJob> DecodeJob(absl::string_view payload);
 absl::StatusOr<WorkerResult> DecodeResult(absl::string_view payload);
-
-struct Frame {
-  FrameType type = FrameType::kHello;
-  std::string payload;
-};
-
-// Cuts a byte stream into frames. Holds what was fed and not yet taken, so a
-// length that a peer only claims costs nothing.
-class FrameParser {
- public:
-  void Feed(absl::string_view bytes) {
-    buffer_.append(bytes.data(), bytes.size());
-  }
-
-  // The next whole frame, or nullopt when more bytes are needed. DataLoss for
-  // an unknown type or a length above kFrameBytesMax; the stream is then
-  // unusable.
-  absl::StatusOr<std::optional<Frame>> Next();
-
-  // True when no part of a frame is held.
-  bool Empty() const { return buffer_.empty(); }
-
- private:
-  std::string buffer_;
-};
 
 }  // namespace kiln
 

@@ -207,7 +207,14 @@ absl::StatusOr<PrewarmOptions> MakePrewarmOptions(
   ASSIGN_OR_RETURN(options.targets, ParseTargets(planning.targets));
   options.capacity_max = planning.max_capacity;
   options.candidates_max = planning.max_candidates;
-  options.device_ordinal = planning.device;
+  options.device_ordinals.clear();
+  for (const int ordinal : planning.devices) {
+    std::vector<int>& ordinals = options.device_ordinals;
+    if (std::find(ordinals.begin(), ordinals.end(), ordinal) ==
+        ordinals.end()) {
+      ordinals.push_back(ordinal);
+    }
+  }
   options.compile_only = planning.compile_only;
   options.toolchain = [global](
                           Backend backend,

@@ -47,7 +47,7 @@ struct PlanningOptions {
   std::vector<std::string> targets;
   uint32_t max_capacity = 0;
   int max_candidates = 0;
-  int device = 0;
+  std::vector<int> devices = {0};
   bool compile_only = false;
 };
 
@@ -56,6 +56,8 @@ struct PrewarmCommand {
   int jobs = 0;
   double compile_timeout = 120;
   double budget = 10;
+  double launch_timeout = 0;  // seconds; 0 = by target
+  bool exclusive = false;
   std::string stop_after;
   std::string shard;  // "K/N"; empty = all
 };

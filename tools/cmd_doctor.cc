@@ -8,6 +8,7 @@
 #include "templates/registry.h"
 #include "tools/cli.h"
 #include "tuner/device.h"
+#include "tuner/nvml.h"
 #include "tuner/qualification.h"
 
 namespace kiln {
@@ -27,6 +28,44 @@ Json Compiler(const absl::StatusOr<CompilerSetup>& setup) {
   return out;
 }
 
+// What a GPU does now; null without NVML.
+Json State(const DeviceProfile& device) {
+  const absl::StatusOr<NvmlDevice> nvml = FindNvmlDevice(device.pci_bus_id);
+  if (!nvml.ok()) return nullptr;
+  const GpuState state = nvml->State();
+  const auto known = [](int value) {
+    return value >= 0 ? Json(value) : Json(nullptr);
+  };
+  Json out;
+  out["sm_clock_mhz"] = known(state.sm_clock_mhz);
+  out["sm_clock_max_mhz"] = known(state.sm_clock_max_mhz);
+  out["memory_clock_mhz"] = known(state.memory_clock_mhz);
+  out["temperature_c"] = known(state.temperature_c);
+  out["power_mw"] = known(state.power_mw);
+  out["throttle"] = ThrottleText(state.throttle_reasons);
+  const absl::StatusOr<std::vector<uint32_t>> processes =
+      nvml->ComputeProcesses();
+  out["compute_processes"] = processes.ok() ? Json(*processes) : Json(nullptr);
+  return out;
+}
+
+// "1980 of 1980 MHz, 34 C, 112 W, throttle: none, no compute process".
+std::string StateLine(const Json& state) {
+  const auto number = [&state](const char* key, int divisor) {
+    return state[key].is_null() ? std::string("?")
+                                : absl::StrCat(state[key].get<int>() / divisor);
+  };
+  const Json& processes = state["compute_processes"];
+  return absl::StrCat(
+      number("sm_clock_mhz", 1), " of ", number("sm_clock_max_mhz", 1),
+      " MHz, ", number("temperature_c", 1), " C, ", number("power_mw", 1000),
+      " W, throttle: ", state["throttle"].get<std::string>(), ", ",
+      processes.is_null() ? "compute processes unknown"
+      : processes.empty()
+          ? "no compute process"
+          : absl::StrCat("compute processes ", processes.dump()));
+}
+
 Json Describe(const DeviceProfile& device) {
   Json out;
   out["name"] = device.name;
@@ -36,6 +75,9 @@ Json Describe(const DeviceProfile& device) {
   out["l2_bytes"] = device.l2_bytes;
   out["driver_version"] = device.driver_version;
   if (!device.mig.empty()) out["mig"] = device.mig;
+  out["pci_bus_id"] = device.pci_bus_id;
+  out["uuid"] = device.uuid;
+  out["state"] = State(device);
   return out;
 }
 
@@ -76,6 +118,13 @@ absl::StatusOr<int> RunDoctor(const GlobalOptions& global) {
   out["devices"] = Json::array();
   for (const DeviceProfile& device : ListCudaDevices()) {
     out["devices"].push_back(Describe(device));
+  }
+  const absl::StatusOr<std::string> nvml = NvmlVersion();
+  out["nvml"]["found"] = nvml.ok();
+  if (nvml.ok()) {
+    out["nvml"]["version"] = *nvml;
+  } else {
+    out["nvml"]["problem"] = std::string(nvml.status().message());
   }
   out["templates"] = Templates();
   out["sqlite"] = std::string(SqliteVersion());
@@ -128,7 +177,15 @@ absl::StatusOr<int> RunDoctor(const GlobalOptions& global) {
                 device["name"].get<std::string>().c_str(),
                 device["target"].get<std::string>().c_str(),
                 device["driver_version"].get<int>());
+    if (!device["state"].is_null()) {
+      std::printf("              %s\n", StateLine(device["state"]).c_str());
+    }
   }
+  std::printf("nvml          %s\n",
+              compiler("nvml",
+                       "without it races cannot see clocks, throttling and "
+                       "other processes on a GPU")
+                  .c_str());
   for (const Json& entry : out["templates"]) {
     std::string targets;
     for (const Json& target : entry["qualified"]) {

@@ -132,6 +132,8 @@ absl::StatusOr<int> RunPrewarm(const GlobalOptions& global,
   options.jobs = command.jobs;
   options.compile_seconds_max = command.compile_timeout;
   options.race_seconds_max = command.budget;
+  options.launch_seconds_max = command.launch_timeout;
+  options.exclusive = command.exclusive;
   if (!command.stop_after.empty()) {
     options.stop_after = ParseStage(command.stop_after);
     if (!options.stop_after.has_value()) {

@@ -48,9 +48,10 @@ BOX_OF_PATH = [(re.compile(pattern), box) for pattern, box in [
     (r"templates/", "templates"),
     (r"cache/", "cache"),
     (r"tuner/(planner|cost_model)", "planner"),
-    (r"tuner/(device|loaded_plan|op_bench|racer|selection|verifier)", "racer"),
+    (r"tuner/(device|launch_watch|loaded_plan|nvml|op_bench|racer|selection|"
+     r"verifier)", "racer"),
     (r"tuner/(bundle_check|conclusion|explain|freeze|prewarm|qualification|"
-     r"report|stored_plans)", "prewarm"),
+     r"race_|remote_racer|report|stored_plans)", "prewarm"),
     (r"tools/", "tools"),
     (r"tests/", "tests"),
 ]]

@@ -16,6 +16,7 @@
 #include "absl/strings/numbers.h"
 #include "compiler/nvrtc_worker.h"
 #include "tools/cli.h"
+#include "tuner/race_worker.h"
 
 namespace {
 
@@ -85,9 +86,12 @@ void AddKeyOptions(CLI::App* verb, kiln::PlanningOptions* planning,
                    "Candidates per interval (default 16 on GPUs, 6 on CPUs)")
       ->type_name("N")
       ->check(CLI::Range(1, 4096));
-  verb->add_option("--device", planning->device,
-                   "GPU to use, by the driver's number (default 0)")
-      ->type_name("N")
+  verb->add_option("--device", planning->devices,
+                   "GPU to use, by the driver's number (default 0); prewarm "
+                   "races on several that are alike: 0,1")
+      ->type_name("N,...")
+      ->delimiter(',')
+      ->allow_extra_args(false)
       ->check(CLI::Range(0, 63));
   verb->add_flag("--compile-only", planning->compile_only,
                  "Touch no device: compile and inspect; plans are predicted");
@@ -194,6 +198,14 @@ int Run(int argc, char** argv) {
                    "Seconds that timing may take per interval (default 10)")
       ->type_name("SECONDS")
       ->check(NumberWithin(1e-3, 1e6, kSecondsRule));
+  verb->add_option("--launch-timeout", prewarm.launch_timeout,
+                   "Seconds one launch may take in a race before its candidate "
+                   "is set aside (default 30 on GPUs, 300 on CPUs)")
+      ->type_name("SECONDS")
+      ->check(NumberWithin(1e-3, 1e6, kSecondsRule));
+  verb->add_flag("--exclusive", prewarm.exclusive,
+                 "Refuse a device that another process races or computes on "
+                 "(default: wait for a race, warn of the rest)");
   verb->add_option("--stop-after", prewarm.stop_after,
                    "resolve, lookup, enumerate, compile or race")
       ->type_name("STAGE");
@@ -437,6 +449,10 @@ int main(int argc, char** argv) {
   // A compile worker is this executable in another role.
   if (argc > 1 && std::strcmp(argv[1], kiln::kNvrtcWorkerVerb) == 0) {
     return kiln::NvrtcWorkerMain(argc, argv);
+  }
+  // A race worker likewise.
+  if (argc > 1 && std::strcmp(argv[1], kiln::kRaceWorkerVerb) == 0) {
+    return kiln::RaceWorkerMain(argc, argv);
   }
   OccupyStandardStreams();
   return Run(argc, argv);

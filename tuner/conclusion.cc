@@ -45,6 +45,7 @@ Measurement MeasurementOf(const RaceEntry& entry) {
       out.verdict = Verdict::kIdentical;
       out.worst_error = kNone;
       break;
+    case Outcome::kOpen:
     case Outcome::kRejected:
       out.verdict = Verdict::kRejected;
       break;

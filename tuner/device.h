@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "compiler/spec/device_profile.h"
+#include "tuner/launch_watch.h"
 
 struct CUctx_st;
 struct CUstream_st;
@@ -37,6 +38,12 @@ class Device {
 
   virtual const DeviceProfile& profile() const = 0;
 
+  // Told of everything that waits for a kernel; null, the default, is nobody.
+  // Must outlive the device.
+  void set_watch(LaunchWatch* watch) { watch_ = watch; }
+
+  LaunchWatch* watch() const { return watch_; }
+
   // What kiln_modules_load and kiln_launch need; null on the CPU.
   virtual CUctx_st* context() const = 0;
   virtual CUstream_st* stream() const = 0;
@@ -56,6 +63,9 @@ class Device {
   // run and timed by the monotonic clock.
   virtual absl::StatusOr<std::unique_ptr<Replay>> Record(
       std::function<absl::Status()> launches) = 0;
+
+ private:
+  LaunchWatch* watch_ = nullptr;
 };
 
 // Owned device memory. Movable; freed on destruction, before the device.

@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "compiler/base/status_macros.h"
 #include "tuner/device.h"
@@ -24,6 +25,7 @@ using CuAddress = unsigned long long;
 using CuEvent = void*;
 using CuGraph = void*;
 using CuGraphExec = void*;
+using CuUuid = std::array<char, 16>;  // CUuuid is a struct of one char[16]
 
 constexpr int kAttributeThreadsPerBlock = 1;
 constexpr int kAttributeMultiprocessors = 16;
@@ -47,6 +49,8 @@ constexpr int kCaptureThreadLocal = 1;
   X(cuDeviceGetName, (char*, int, CuDevice))                                  \
   X(cuDeviceGetAttribute, (int*, int, CuDevice))                              \
   X(cuDeviceTotalMem_v2, (size_t*, CuDevice))                                 \
+  X(cuDeviceGetPCIBusId, (char*, int, CuDevice))                              \
+  X(cuDeviceGetUuid_v2, (CuUuid*, CuDevice))                                  \
   X(cuDevicePrimaryCtxRetain, (CUctx_st**, CuDevice))                         \
   X(cuDevicePrimaryCtxRelease_v2, (CuDevice))                                 \
   X(cuCtxSetCurrent, (CUctx_st*))                                             \
@@ -141,6 +145,13 @@ absl::StatusOr<DeviceProfile> ReadProfile(const Driver& driver_,
   KILN_CUDA(cuDeviceGetName, name.data(), static_cast<int>(name.size() - 1),
             device);
   profile.name = name.data();
+  KILN_CUDA(cuDeviceGetPCIBusId, name.data(), static_cast<int>(name.size() - 1),
+            device);
+  profile.pci_bus_id = name.data();
+  CuUuid uuid{};
+  KILN_CUDA(cuDeviceGetUuid_v2, &uuid, device);
+  profile.uuid =
+      absl::BytesToHexString(absl::string_view(uuid.data(), uuid.size()));
   const auto attribute = [&](int which) -> absl::StatusOr<int> {
     int value = 0;
     KILN_CUDA(cuDeviceGetAttribute, &value, which, device);
@@ -176,8 +187,8 @@ absl::StatusOr<DeviceProfile> ReadProfile(const Driver& driver_,
 
 class CudaReplay : public Replay {
  public:
-  CudaReplay(const Driver& driver, CUstream_st* stream)
-      : driver_(driver), stream_(stream) {}
+  CudaReplay(const Driver& driver, CUstream_st* stream, LaunchWatch* watch)
+      : driver_(driver), stream_(stream), watch_(watch) {}
 
   ~CudaReplay() override {
     if (exec_ != nullptr) driver_.cuGraphExecDestroy(exec_);
@@ -205,6 +216,7 @@ class CudaReplay : public Replay {
   }
 
   absl::StatusOr<double> Run() override {
+    const RunningLaunch running(watch_);
     KILN_CUDA(cuStreamSynchronize, stream_);
     KILN_CUDA(cuEventRecord, begin_, stream_);
     KILN_CUDA(cuGraphLaunch, exec_, stream_);
@@ -218,6 +230,7 @@ class CudaReplay : public Replay {
  private:
   const Driver& driver_;
   CUstream_st* stream_;
+  LaunchWatch* watch_;
   CuGraph graph_ = nullptr;
   CuGraphExec exec_ = nullptr;
   CuEvent begin_ = nullptr;
@@ -290,13 +303,14 @@ class CudaDevice : public Device {
   }
 
   absl::Status Synchronize() override {
+    const RunningLaunch running(watch());
     KILN_CUDA(cuStreamSynchronize, stream_);
     return absl::OkStatus();
   }
 
   absl::StatusOr<std::unique_ptr<Replay>> Record(
       std::function<absl::Status()> launches) override {
-    auto replay = std::make_unique<CudaReplay>(driver_, stream_);
+    auto replay = std::make_unique<CudaReplay>(driver_, stream_, watch());
     RETURN_IF_ERROR(replay->Capture(launches));
     return std::unique_ptr<Replay>(std::move(replay));
   }

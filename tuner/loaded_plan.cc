@@ -55,6 +55,7 @@ absl::StatusOr<LoadedPlan> LoadedPlan::Open(Device* device,
   options.target = target.c_str();
   options.context = device->context();
   kiln_error_t error = {};
+  const RunningLaunch loading(device->watch());
   RETURN_IF_ERROR(RuntimeStatus(
       kiln_modules_load(bundle, &options, &plan.modules_, &error), error));
   return plan;
@@ -132,6 +133,7 @@ absl::StatusOr<uint64_t> LoadedPlan::ArenaBytes() const {
 absl::Status LoadedPlan::Launch(uint32_t m, const std::vector<uint64_t>& params,
                                 void* arena, uint64_t arena_bytes) const {
   kiln_error_t error = {};
+  const RunningLaunch running(device_->watch());
   return RuntimeStatus(kiln_launch(modules_, entry_, m, params.data(),
                                    params.size() * sizeof(uint64_t), arena,
                                    arena_bytes, device_->stream(), &error),

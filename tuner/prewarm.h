@@ -11,8 +11,11 @@
 //
 // Processes that share a cache share the work: each program is compiled and
 // each interval raced by whoever claims it first (PlanCache::AcquireLeases),
-// the others wait for the result. A device is raced on by one of them at a
-// time.
+// the others wait for the result. A device is raced on by one process at a time
+// (DeviceLock).
+//
+// Candidates run in worker processes (RemoteRacer): one that hangs or crashes
+// is set aside and the rest goes on. Only this process writes the cache.
 
 #ifndef KILN_TUNER_PREWARM_H_
 #define KILN_TUNER_PREWARM_H_
@@ -64,8 +67,22 @@ struct PrewarmOptions {
   bool compile_only = false;     // never touch a device; plans are predicted
   double race_seconds_max = 10;  // timing per interval
   std::optional<Stage> stop_after;
-  int device_ordinal = 0;  // of the GPU to race on
-  uint64_t seed = 1;       // of the race's inputs
+  // GPUs to race on, by the driver's numbers; distinct, at least one. Those
+  // that exist must be equal (MeasureIdentity), so that their winners are.
+  std::vector<int> device_ordinals = {0};
+  // Refuse a device that another process races or computes on, instead of
+  // waiting for the former and warning of the latter.
+  bool exclusive = false;
+  // Deadline of one launch in a race; 0: 30 seconds on GPUs, 300 on CPUs. Who
+  // passes it is set aside.
+  double launch_seconds_max = 0;
+  // Executable that answers to kRaceWorkerVerb.
+  std::string race_worker = "/proc/self/exe";
+  // CPU targets race in one worker per set of processors, bound to it; empty:
+  // one worker on all of them. Races on other sets disturb each other, so this
+  // is for tests of several devices.
+  std::vector<std::vector<int>> cpu_sets;
+  uint64_t seed = 1;  // of the race's inputs
   // This run does part shard_index (from 0) of shard_count equal parts: with
   // stop_after == kCompile a part of the programs, else a part of the intervals
   // with everything they need. Which, depends on manifest and options alone.
@@ -120,11 +137,16 @@ class CacheProbeMemo : public ProbeMemo {
 struct TargetContext {
   Target target;
   DeviceProfile profile;  // assumed when there is no device
+  // Of each device to race on, in the order of the options; all of one measure
+  // identity, which is that of `profile`. Empty when there is no device.
+  std::vector<DeviceProfile> devices;
   CompilerSetup setup;
 };
 
 // Finds device profile and compiler of a target. With compile_only, or without
 // the device, the profile is the target's usual one (`assumed`).
+//   Errors: FailedPrecondition when one of several devices does not exist or is
+//   not like the others, naming them; Unavailable without a compiler.
 absl::StatusOr<TargetContext> ResolveTarget(const Target& target,
                                             const PrewarmOptions& options,
                                             PlanCache* cache);

@@ -69,6 +69,10 @@ class RaceRunner {
         interval_(interval),
         contenders_(contenders),
         options_(options) {
+    if (options.earlier != nullptr) {
+      KILN_CHECK(options.earlier->timings.size() == contenders.size());
+      result_ = *options.earlier;
+    }
     result_.timings.resize(contenders.size());
   }
 
@@ -91,6 +95,10 @@ class RaceRunner {
     if (options_.progress) options_.progress(line);
   }
 
+  void Checkpoint() {
+    if (options_.checkpoint) options_.checkpoint(result_);
+  }
+
   absl::Status VerifyAll() {
     const std::vector<VerifyCase> cases = VerifyCases(interval_);
     std::map<std::string, size_t> seen;
@@ -104,36 +112,51 @@ class RaceRunner {
         timing.reason = contenders_[it->second].body.Label();
         continue;
       }
+      // Known from an earlier race; what was eliminated runs no more.
+      if (timing.outcome == Outcome::kRejected ||
+          timing.outcome == Outcome::kEliminated) {
+        continue;
+      }
       if (options_.about_to_run) options_.about_to_run(i);
       absl::StatusOr<LoadedPlan> loaded =
           LoadedPlan::Load(bench_->device(), bench_->geometry(),
                            interval_.m_max, contender.body, contender.programs);
       if (IsWantOfResources(loaded.status())) return loaded.status();
       if (!loaded.ok()) {
+        timing.outcome = Outcome::kRejected;
         timing.reason = std::string(loaded.status().message());
         continue;
       }
-      // Exactly what the candidate declares, so that a write past its own arena
-      // hits the zone and not the room of a larger one.
-      RETURN_IF_ERROR(
-          bench_->Reserve(interval_.m_max, contender.body.arena.bytes));
-      Report(absl::StrCat("verify ", i + 1, "/", contenders_.size(), " ",
-                          contender.body.Label()));
-      const absl::StatusOr<VerifyResult> verified = Verify(
-          bench_, *loaded, contender.body, cases, options_.oracle_threads);
-      if (!verified.ok()) {
-        return Annotate(verified.status(), contender.body.Label());
+      if (timing.outcome == Outcome::kOpen) {
+        RETURN_IF_ERROR(VerifyOne(i, *loaded, cases));
+        Checkpoint();
       }
-      const VerifyResult& verdict = *verified;
-      result_.launches += verdict.launches;
-      timing.worst_error = verdict.worst_error;
-      if (!verdict.passed) {
-        timing.reason = verdict.reason;
-        continue;
+      if (timing.outcome == Outcome::kFinished) {
+        plans_[i] = std::make_unique<LoadedPlan>(*std::move(loaded));
       }
-      timing.outcome = Outcome::kFinished;
-      plans_[i] = std::make_unique<LoadedPlan>(*std::move(loaded));
     }
+    return absl::OkStatus();
+  }
+
+  absl::Status VerifyOne(size_t index, const LoadedPlan& loaded,
+                         const std::vector<VerifyCase>& cases) {
+    const Contender& contender = contenders_[index];
+    Timing& timing = result_.timings[index];
+    // Exactly what the candidate declares, so that a write past its own arena
+    // hits the zone and not the room of a larger one.
+    RETURN_IF_ERROR(
+        bench_->Reserve(interval_.m_max, contender.body.arena.bytes));
+    Report(absl::StrCat("verify ", index + 1, "/", contenders_.size(), " ",
+                        contender.body.Label()));
+    const absl::StatusOr<VerifyResult> verified =
+        Verify(bench_, loaded, contender.body, cases, options_.oracle_threads);
+    if (!verified.ok()) {
+      return Annotate(verified.status(), contender.body.Label());
+    }
+    result_.launches += verified->launches;
+    timing.worst_error = verified->worst_error;
+    timing.reason = verified->reason;
+    timing.outcome = verified->passed ? Outcome::kFinished : Outcome::kRejected;
     return absl::OkStatus();
   }
 
@@ -186,6 +209,10 @@ class RaceRunner {
             }
             return absl::OkStatus();
           }));
+      for (const BlockTime& sample :
+           second ? result_.twin_samples : result_.timings[contender].samples) {
+        lane.values.push_back(sample.ns);
+      }
       lanes_.push_back(std::move(lane));
       return absl::OkStatus();
     };
@@ -195,11 +222,25 @@ class RaceRunner {
       // The noise floor comes from timing one contender twice: the default, or
       // the first that is right when the default is not.
       if (lanes_.size() == 1) {
-        twin_ = i;
+        // Earlier samples of another twin say nothing about this one.
+        if (result_.twin != i) result_.twin_samples.clear();
+        result_.twin = i;
         RETURN_IF_ERROR(add(i, true));
       }
     }
     return absl::OkStatus();
+  }
+
+  // The block after the last one that an earlier race finished.
+  uint32_t NextBlock() const {
+    uint32_t next = 0;
+    for (const Lane& lane : lanes_) {
+      if (lane.second) continue;
+      const std::vector<BlockTime>& samples =
+          result_.timings[lane.contender].samples;
+      if (!samples.empty()) next = std::max(next, samples.back().block + 1);
+    }
+    return next;
   }
 
   // One sample of every lane, starting at another lane each time and in the
@@ -220,10 +261,9 @@ class RaceRunner {
       const double ns = total_ns / draws_;
       lane.values.push_back(ns);
       // A second lane only serves the noise floor.
-      if (!lane.second) {
-        result_.timings[lane.contender].samples.push_back(
-            {.block = block, .ns = ns});
-      }
+      (lane.second ? result_.twin_samples
+                   : result_.timings[lane.contender].samples)
+          .push_back({.block = block, .ns = ns});
     }
     return absl::OkStatus();
   }
@@ -233,7 +273,7 @@ class RaceRunner {
     for (const Lane& lane : lanes_) best = std::min(best, Median(lane.values));
     std::erase_if(lanes_, [&](const Lane& lane) {
       const bool slow =
-          lane.contender != twin_ && Median(lane.values) > factor * best;
+          lane.contender != result_.twin && Median(lane.values) > factor * best;
       if (slow) {
         result_.timings[lane.contender].outcome = Outcome::kEliminated;
       }
@@ -253,7 +293,7 @@ class RaceRunner {
       result_.launches += draws_;
     }
     const auto begin = std::chrono::steady_clock::now();
-    for (uint32_t block = 0; block < options_.blocks_max; ++block) {
+    for (uint32_t block = NextBlock(); block < options_.blocks_max; ++block) {
       if (block >= options_.blocks_min &&
           Seconds(begin) > options_.seconds_max) {
         break;
@@ -261,6 +301,7 @@ class RaceRunner {
       RETURN_IF_ERROR(Block(block));
       if (block + 1 == kEliminateAfter) Eliminate(kEliminateFirst);
       if (block + 1 == options_.blocks_min) Eliminate(kEliminateLater);
+      Checkpoint();
     }
     MeasureNoise();
     return absl::OkStatus();
@@ -270,7 +311,7 @@ class RaceRunner {
     double first = 0;
     double second = 0;
     for (const Lane& lane : lanes_) {
-      if (lane.contender != twin_) continue;
+      if (lane.contender != result_.twin) continue;
       (lane.second ? second : first) = Median(lane.values);
     }
     if (first > 0 && second > 0) {
@@ -284,7 +325,6 @@ class RaceRunner {
   const RaceOptions& options_;
   RaceResult result_;
   uint32_t draws_ = 0;
-  size_t twin_ = 0;  // contender with two lanes; never eliminated
   std::vector<std::unique_ptr<LoadedPlan>> plans_;  // by contender; or null
   std::vector<Lane> lanes_;
 };

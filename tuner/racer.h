@@ -33,6 +33,7 @@ struct BlockTime {
 };
 
 enum class Outcome {
+  kOpen,        // nothing is known yet
   kFinished,    // timed to the end
   kEliminated,  // dropped early: clearly slower than the best
   kIdentical,   // same binaries and launches as an earlier contender
@@ -40,7 +41,7 @@ enum class Outcome {
 };
 
 struct Timing {
-  Outcome outcome = Outcome::kRejected;
+  Outcome outcome = Outcome::kOpen;
   std::string reason;      // of a reject, or which contender it is identical to
   double worst_error = 0;  // against the oracle
   std::vector<BlockTime> samples;
@@ -52,6 +53,9 @@ struct RaceResult {
   // contender when the default is wrong), as a fraction.
   double noise_floor = 0;
   uint64_t launches = 0;
+  // The contender that is timed twice per block, and its second samples.
+  size_t twin = 0;
+  std::vector<BlockTime> twin_samples;
 };
 
 struct RaceOptions {
@@ -65,6 +69,15 @@ struct RaceOptions {
   // Called before a contender runs. If the device then fails, the caller knows
   // whom to blame.
   std::function<void(size_t contender)> about_to_run;
+  // Called with everything that is known whenever a verdict or a whole block
+  // has been added to it.
+  std::function<void(const RaceResult&)> checkpoint;
+  // What a race of the same contenders on the same inputs had found out when
+  // its process ended: the last checkpoint, in which the caller may have
+  // rejected contenders. Verdicts are not asked for again, and blocks go on
+  // from the last one: each of them is whole, so its lanes were compared under
+  // equal conditions. Null: nothing is known. Borrowed.
+  const RaceResult* earlier = nullptr;
 };
 
 // The first contender is the default: it is timed twice per block, which

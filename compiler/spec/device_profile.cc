@@ -54,6 +54,17 @@ void DeviceProfile::Encode(CanonicalEncoder* encoder) const {
       .End();
 }
 
+std::string DeviceProfile::Describe() const {
+  std::string text =
+      absl::StrCat(name, ", ", target.ToString(), ", ", multiprocessors,
+                   target.backend == Backend::kCpu ? " threads" : " SMs");
+  if (memory_gib > 0) absl::StrAppend(&text, ", ", memory_gib, " GiB");
+  absl::StrAppend(&text, ", L2 ", l2_bytes >> 20, " MiB");
+  if (!mig.empty()) absl::StrAppend(&text, ", MIG ", mig);
+  if (driver_version > 0) absl::StrAppend(&text, ", driver ", driver_version);
+  return text;
+}
+
 DeviceProfile AssumedProfile(const Target& target) {
   DeviceProfile profile;
   profile.target = target;

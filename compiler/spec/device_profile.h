@@ -35,7 +35,13 @@ struct DeviceProfile {
   int threads_per_block_max = 0;
 
   // Provenance only, never keyed.
-  std::string name;  // marketing name
+  std::string name;        // marketing name
+  std::string pci_bus_id;  // "0000:18:00.0"; CUDA
+  std::string uuid;        // of the GPU or its slice, 32 hex digits; CUDA
+
+  // The measure identity for people: "NVIDIA H200, sm_90a, 132 SMs, 144 GiB, L2
+  // 60 MiB, driver 13000".
+  std::string Describe() const;
 
   // Adds the measure identity.
   void Encode(CanonicalEncoder* encoder) const;

@@ -85,6 +85,7 @@ PrewarmOptions SmallOptions() {
   options.candidates_max = 2;
   options.jobs = 2;
   options.race_seconds_max = 0.05;
+  options.race_worker = std::string(std::getenv("KILN_BIN_DIR")) + "/kiln";
   options.toolchain = [](Backend, ProbeMemo* memo) {
     return ProbeCcCpu(CcCpuPath(), memo);
   };

@@ -1,0 +1,51 @@
+#include "tests/tuner/bad_programs.h"
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "compiler/base/check.h"
+
+namespace kiln::testing {
+namespace {
+
+constexpr char kPlace[] = "u32 tiles = 0;\n";
+
+// What the kernel does before its own work. Programs have no C library, so
+// system calls are made by hand: getpid is 39, kill 62, exit_group 231.
+std::string TextOf(Deed deed) {
+  switch (deed) {
+    case Deed::kNone:
+      return "";
+    case Deed::kSpins:
+      return "for (volatile u32 spin = 1; spin != 0;) spin = 1;\n";
+    case Deed::kSegfaults:
+      return "*reinterpret_cast<volatile u32*>(u64{8}) = 1;\n";
+    case Deed::kAborts:
+      return "{ long r = 39; asm volatile(\"syscall\" : \"+a\"(r) :"
+             " : \"rcx\", \"r11\", \"memory\");\n"
+             "asm volatile(\"syscall\" : : \"a\"(62L), \"D\"(r), \"S\"(6L)"
+             " : \"rcx\", \"r11\", \"memory\"); }\n";
+    case Deed::kExits:
+      return "asm volatile(\"syscall\" : : \"a\"(231L), \"D\"(3L)"
+             " : \"rcx\", \"r11\", \"memory\");\n";
+    case Deed::kTraps:
+      return "__builtin_trap();\n";
+    case Deed::kSegfaultsLate:
+    case Deed::kSpinsLate:
+      return absl::StrCat(
+          "static u32 calls = 0;\nif (++calls >= 60) {\n",
+          TextOf(deed == Deed::kSpinsLate ? Deed::kSpins : Deed::kSegfaults),
+          "}\n");
+  }
+  KILN_UNREACHABLE();
+}
+
+}  // namespace
+
+SourceUnit Misbehaving(SourceUnit unit, Deed deed) {
+  const int changes = absl::StrReplaceAll(
+      {{kPlace, absl::StrCat(kPlace, TextOf(deed))}}, &unit.text);
+  KILN_CHECK(changes == 1);
+  return unit;
+}
+
+}  // namespace kiln::testing
