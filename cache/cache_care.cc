@@ -1,11 +1,9 @@
 // Stats, Check and Repair.
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "cache/plan_cache.h"
 #include "cache/schema.h"
 #include "cache/sqlite_db.h"
@@ -16,39 +14,6 @@ namespace kiln {
 namespace {
 
 constexpr size_t kFindingsMax = 10'000;
-
-// Every table with its columns, parents before children.
-struct TableShape {
-  absl::string_view name;
-  absl::string_view columns;
-  absl::string_view order;  // primary key
-};
-
-constexpr std::array<TableShape, 9> kTables = {{
-    {"blob", "id, digest, data", "id"},
-    {"program",
-     "id, key, preimage, target, toolchain_name, toolchain_version, "
-     "toolchain_content, binary_digest, kernels, log, compile_seconds, "
-     "created_unix, host_name, device_name, tool_version, row_digest",
-     "id"},
-    {"reject",
-     "id, key, preimage, stage, reason, log, created_unix, host_name, "
-     "device_name, tool_version, row_digest",
-     "id"},
-    {"plan",
-     "id, key, preimage, plan, measurements, created_unix, host_name, "
-     "device_name, tool_version, row_digest",
-     "id"},
-    {"plan_program", "plan_id, position, program_key", "plan_id"},
-    {"measurement",
-     "id, plan_id, position, label, candidate, verdict, reason, worst_error, "
-     "regret, numerics_class, arena_bytes, registers, samples, row_digest",
-     "id"},
-    {"memo", "key, value, row_digest", "key"},
-    {"lease", "key, boot, pid, start_ticks, token, expires_unix, row_digest",
-     "key"},
-    {"quarantine", "id, source, key, reason, content, created_unix", "id"},
-}};
 
 void Add(absl::string_view table, absl::string_view key,
          absl::string_view problem, std::vector<CacheFinding>* findings) {
@@ -71,25 +36,21 @@ absl::Status AsFinding(const absl::Status& status,
 // Returns how the scan ended.
 absl::Status CopyRows(const TableShape& table, absl::string_view direction,
                       Database* from, Database* to) {
-  const size_t columns = static_cast<size_t>(std::count(
-                             table.columns.begin(), table.columns.end(), ',')) +
-                         1;
-  std::vector<std::string> slots;
-  for (size_t i = 1; i <= columns; ++i) slots.push_back(absl::StrCat("?", i));
+  const std::string columns =
+      absl::StrCat(table.ids, table.ids.empty() ? "" : ", ", table.columns);
+  const int count = CountColumns(columns);
   const std::string insert_sql =
-      absl::StrCat("INSERT OR IGNORE INTO ", table.name, " (", table.columns,
-                   ") VALUES (", absl::StrJoin(slots, ", "), ")");
+      absl::StrCat("INSERT OR IGNORE INTO ", table.name, " (", columns,
+                   ") VALUES (", Slots(count), ")");
   ASSIGN_OR_RETURN(Statement select,
                    from->Prepare(absl::StrCat(
-                       "SELECT ", table.columns, " FROM ", table.name,
+                       "SELECT ", columns, " FROM ", table.name,
                        " NOT INDEXED ORDER BY ", table.order, direction)));
   for (;;) {
     ASSIGN_OR_RETURN(const bool more, select.Step());
     if (!more) return absl::OkStatus();
     ASSIGN_OR_RETURN(Statement insert, to->Prepare(insert_sql));
-    for (size_t i = 0; i < columns; ++i) {
-      insert.BindColumn(static_cast<int>(i) + 1, select, static_cast<int>(i));
-    }
+    for (int i = 0; i < count; ++i) insert.BindColumn(i + 1, select, i);
     const absl::Status status = insert.Run();
     // A column of another type than the table allows: the row is damaged.
     if (!status.ok() && !absl::IsInternal(status)) return status;
@@ -119,7 +80,7 @@ absl::StatusOr<CacheStats> PlanCache::Stats() {
                    database_->QueryInteger("PRAGMA freelist_count"));
   stats.bytes = pages * page_bytes;
   stats.free_bytes = free_pages * page_bytes;
-  for (const TableShape& table : kTables) {
+  for (const TableShape& table : kCacheTables) {
     TableStats entry;
     entry.name = std::string(table.name);
     ASSIGN_OR_RETURN(entry.rows, CountRows(table.name, database_.get()));
@@ -185,6 +146,11 @@ absl::Status PlanCache::CheckPlans(std::vector<CacheFinding>* findings) {
     Row<StoredPlan> row;
     RETURN_IF_ERROR(AsFinding(ReadPlan(key, &row), findings));
     if (!row.problem.empty()) Add("plan", key.ToHex(), row.problem, findings);
+    Row<int64_t> use;
+    RETURN_IF_ERROR(AsFinding(ReadPlanUse(key, &use), findings));
+    if (!use.problem.empty()) {
+      Add("plan_use", key.ToHex(), use.problem, findings);
+    }
     if (!row.value.has_value()) continue;
     Row<std::vector<Measurement>> evidence;
     RETURN_IF_ERROR(AsFinding(ReadMeasurements(key, row, &evidence), findings));
@@ -283,7 +249,7 @@ absl::StatusOr<RepairReport> PlanCache::Repair() {
   ASSIGN_OR_RETURN(
       std::unique_ptr<Database> fresh,
       Database::Open({.path = "", .access = DatabaseAccess::kTemporary}));
-  RETURN_IF_ERROR(fresh->Execute(CacheSchemaSql()));
+  RETURN_IF_ERROR(ApplySchema(0, kCacheSchemaVersion, fresh.get()));
   // Children may arrive whose parents are lost; they are dropped below.
   RETURN_IF_ERROR(fresh->Execute("PRAGMA foreign_keys = OFF"));
 
@@ -302,9 +268,11 @@ absl::StatusOr<RepairReport> PlanCache::Repair() {
   } unlock{database_.get()};
 
   RETURN_IF_ERROR(database_->Execute("BEGIN EXCLUSIVE; COMMIT"));
+  // A newer build may have migrated the file since it was opened.
+  RETURN_IF_ERROR(BringUpToDate(database_.get()));
 
   RETURN_IF_ERROR(fresh->Execute("BEGIN"));
-  for (const TableShape& table : kTables) {
+  for (const TableShape& table : kCacheTables) {
     for (const absl::string_view direction : {"", " DESC"}) {
       const absl::Status status =
           CopyRows(table, direction, database_.get(), fresh.get());
@@ -316,6 +284,7 @@ absl::StatusOr<RepairReport> PlanCache::Repair() {
   RETURN_IF_ERROR(fresh->Execute(
       "DELETE FROM measurement WHERE plan_id NOT IN (SELECT id FROM plan);"
       "DELETE FROM plan_program WHERE plan_id NOT IN (SELECT id FROM plan);"
+      "DELETE FROM plan_use WHERE plan_id NOT IN (SELECT id FROM plan);"
       "COMMIT; PRAGMA foreign_keys = ON"));
 
   // Every row is now looked at as any reader would, which moves the bad ones
@@ -324,7 +293,7 @@ absl::StatusOr<RepairReport> PlanCache::Repair() {
   options.mode = CacheMode::kOff;
   PlanCache copy(std::move(options), "", std::move(fresh));
   RETURN_IF_ERROR(copy.Sift(&report.dropped));
-  for (const TableShape& table : kTables) {
+  for (const TableShape& table : kCacheTables) {
     ASSIGN_OR_RETURN(const int64_t rows,
                      CountRows(table.name, copy.database_.get()));
     report.kept.push_back({.name = std::string(table.name), .rows = rows});
@@ -350,6 +319,15 @@ absl::Status PlanCache::Sift(std::vector<CacheFinding>* dropped) {
     // Damaged evidence takes its plan along.
     const absl::Status status = LoadMeasurements(key).status();
     if (!status.ok() && !absl::IsDataLoss(status)) return status;
+    Row<int64_t> use;
+    RETURN_IF_ERROR(ReadPlanUse(key, &use));
+    if (use.problem.empty()) continue;
+    Add("plan_use", key.ToHex(), use.problem, dropped);
+    ASSIGN_OR_RETURN(
+        Statement remove,
+        database_->Prepare("DELETE FROM plan_use WHERE plan_id = ?1"));
+    remove.BindInteger(1, use.id);
+    RETURN_IF_ERROR(remove.Run());
   }
   ASSIGN_OR_RETURN(const std::vector<std::string> memos, MemoKeys());
   for (const std::string& key : memos) {

@@ -28,6 +28,7 @@ struct PlanRow {
   int64_t id = 0;
   int64_t bytes = 0;
   int64_t created = 0;
+  int64_t used = 0;  // at least `created`
   std::vector<std::string> programs;
   bool kept = false;
   bool removed = false;
@@ -47,12 +48,17 @@ struct Blob {
   size_t programs = 0;
 };
 
+// What the age of a row counts from.
+int64_t LastUse(const ProgramRow& row) { return row.created; }
+
+int64_t LastUse(const PlanRow& row) { return row.used; }
+
 template <typename T>
 std::vector<T*> OldestFirst(std::map<std::string, T>* rows) {
   std::vector<T*> sorted;
   for (auto& [key, row] : *rows) sorted.push_back(&row);
   std::stable_sort(sorted.begin(), sorted.end(), [](const T* a, const T* b) {
-    return a->created < b->created;
+    return LastUse(*a) < LastUse(*b);
   });
   return sorted;
 }
@@ -61,6 +67,11 @@ std::vector<T*> OldestFirst(std::map<std::string, T>* rows) {
 class Collection {
  public:
   absl::Status Load(Database* database);
+
+  void SetUse(const Digest& plan, int64_t used) {
+    plans_.at(std::string(plan.AsBytes())).used = used;
+  }
+
   void Decide(const GcOptions& options, int64_t now, int64_t file_bytes);
   absl::Status Remove(Database* database) const;
 
@@ -86,7 +97,7 @@ class Collection {
   void Drop(ProgramRow* program, const std::string& reason);
   void Drop(OtherRow* row, const std::string& reason);
   void Count(absl::string_view table, const std::string& key, int64_t bytes,
-             int64_t created, const std::string& reason);
+             int64_t created, int64_t used, const std::string& reason);
 
   std::map<std::string, ProgramRow> programs_;
   std::map<std::string, PlanRow> plans_;
@@ -142,6 +153,7 @@ absl::Status Collection::Load(Database* database) {
       PlanRow& row = plans_[std::string(select.Bytes(1))];
       row.id = select.Integer(0);
       row.created = select.Integer(2);
+      row.used = row.created;
       row.bytes = select.Integer(3);
       by_id[row.id] = &row;
       live_ += row.bytes;
@@ -215,13 +227,14 @@ void Collection::Keep(const GcOptions& options) {
 }
 
 void Collection::Count(absl::string_view table, const std::string& key,
-                       int64_t bytes, int64_t created,
+                       int64_t bytes, int64_t created, int64_t used,
                        const std::string& reason) {
   live_ -= bytes;
   removed_.push_back({.table = std::string(table),
                       .key = ToHex(key),
                       .bytes = bytes,
                       .created_unix = created,
+                      .used_unix = used,
                       .reason = reason});
 }
 
@@ -231,13 +244,13 @@ void Collection::Drop(ProgramRow* program, const std::string& reason) {
   // A binary goes with the last program that has it.
   const int64_t binary = --blob.programs == 0 ? blob.bytes : 0;
   Count("program", keys_[program], program->bytes + binary, program->created,
-        reason);
+        program->created, reason);
 }
 
 void Collection::Drop(PlanRow* plan, const std::string& reason,
                       bool with_programs, int64_t newest) {
   plan->removed = true;
-  Count("plan", keys_[plan], plan->bytes, plan->created, reason);
+  Count("plan", keys_[plan], plan->bytes, plan->created, plan->used, reason);
   for (const std::string& key : plan->programs) {
     const auto it = programs_.find(key);
     if (it == programs_.end()) continue;
@@ -252,7 +265,7 @@ void Collection::Drop(PlanRow* plan, const std::string& reason,
 
 void Collection::Drop(OtherRow* row, const std::string& reason) {
   row->removed = true;
-  Count(row->table, row->key, row->bytes, row->created, reason);
+  Count(row->table, row->key, row->bytes, row->created, row->created, reason);
 }
 
 void Collection::Decide(const GcOptions& options, int64_t now,
@@ -273,7 +286,7 @@ void Collection::Decide(const GcOptions& options, int64_t now,
       if (row.created < oldest) Drop(&row, "age");
     }
     for (PlanRow* plan : plans) {
-      if (!plan->kept && plan->created < oldest) {
+      if (!plan->kept && plan->used < oldest) {
         Drop(plan, "age", false, newest);
       }
     }
@@ -306,7 +319,7 @@ void Collection::Decide(const GcOptions& options, int64_t now,
   }
   for (PlanRow* plan : plans) {
     if (small_enough()) return;
-    if (!plan->kept && !plan->removed && plan->created <= newest) {
+    if (!plan->kept && !plan->removed && plan->used <= newest) {
       Drop(plan, "size", true, newest);
     }
   }
@@ -362,6 +375,14 @@ absl::StatusOr<GcReport> PlanCache::CollectGarbage(const GcOptions& options) {
                      database_->QueryInteger("PRAGMA page_size"));
     const int64_t used = report.bytes_before - free_pages * page_bytes;
     RETURN_IF_ERROR(rows.Load(database_.get()));
+    ASSIGN_OR_RETURN(const std::vector<Digest> noted,
+                     Keys("SELECT key FROM plan_use JOIN plan ON id = plan_id "
+                          "ORDER BY plan_id"));
+    for (const Digest& key : noted) {
+      Row<int64_t> row;
+      RETURN_IF_ERROR(ReadPlanUse(key, &row));
+      if (row.value.has_value()) rows.SetUse(key, *row.value);
+    }
     const int64_t live_before = rows.live_bytes();
     rows.Decide(options, Now(), used);
     report.removed = rows.removed();

@@ -7,7 +7,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/strings/str_join.h"
 #include "cache/plan_cache.h"
 #include "cache/row_codec.h"
 #include "cache/schema.h"
@@ -19,35 +18,10 @@
 namespace kiln {
 namespace {
 
-constexpr absl::string_view kProgramColumns =
-    "key, preimage, target, toolchain_name, toolchain_version, "
-    "toolchain_content, binary_digest, kernels, log, compile_seconds, "
-    "created_unix, host_name, device_name, tool_version, row_digest";
-constexpr int kProgramColumnCount = 15;
-constexpr absl::string_view kRejectColumns =
-    "key, preimage, stage, reason, log, created_unix, host_name, device_name, "
-    "tool_version, row_digest";
-constexpr int kRejectColumnCount = 10;
-constexpr absl::string_view kPlanColumns =
-    "key, preimage, plan, measurements, created_unix, host_name, device_name, "
-    "tool_version, row_digest";
-constexpr int kPlanColumnCount = 9;
-// Behind plan_id.
-constexpr absl::string_view kMeasurementColumns =
-    "position, label, candidate, verdict, reason, worst_error, regret, "
-    "numerics_class, arena_bytes, registers, samples, row_digest";
-constexpr int kMeasurementColumnCount = 12;
-
-// "?1, ?2, ...".
-std::string Slots(int count) {
-  std::vector<std::string> slots;
-  for (int i = 1; i <= count; ++i) slots.push_back(absl::StrCat("?", i));
-  return absl::StrJoin(slots, ", ");
-}
-
-absl::Status CopyRow(absl::string_view table, absl::string_view columns,
-                     int count, const Digest& key, Database* from,
+absl::Status CopyRow(absl::string_view table, const Digest& key, Database* from,
                      Database* to) {
+  const absl::string_view columns = ShapeOf(table).columns;
+  const int count = CountColumns(columns);
   ASSIGN_OR_RETURN(Statement select,
                    from->Prepare(absl::StrCat("SELECT ", columns, " FROM ",
                                               table, " WHERE key = ?1")));
@@ -92,8 +66,8 @@ bool IsMeasured(const StoredPlan& stored) {
 absl::Status PlanCache::CopyProgram(PlanCache* source, const Program& program) {
   const Digest& key = program.key.digest;
   RETURN_IF_ERROR(WriteBlob(program.binary_digest, program.binary));
-  RETURN_IF_ERROR(CopyRow("program", kProgramColumns, kProgramColumnCount, key,
-                          source->database_.get(), database_.get()));
+  RETURN_IF_ERROR(
+      CopyRow("program", key, source->database_.get(), database_.get()));
   ASSIGN_OR_RETURN(Statement forget,
                    database_->Prepare("DELETE FROM reject WHERE key = ?1"));
   forget.BindBlob(1, key.AsBytes());
@@ -102,8 +76,8 @@ absl::Status PlanCache::CopyProgram(PlanCache* source, const Program& program) {
 }
 
 absl::Status PlanCache::CopyReject(PlanCache* source, const Digest& key) {
-  RETURN_IF_ERROR(CopyRow("reject", kRejectColumns, kRejectColumnCount, key,
-                          source->database_.get(), database_.get()));
+  RETURN_IF_ERROR(
+      CopyRow("reject", key, source->database_.get(), database_.get()));
   return DropLease(key);
 }
 
@@ -116,8 +90,8 @@ absl::Status PlanCache::CopyPlan(PlanCache* source,
     remove.BindBlob(1, key.AsBytes());
     RETURN_IF_ERROR(remove.Run());
   }
-  RETURN_IF_ERROR(CopyRow("plan", kPlanColumns, kPlanColumnCount, key,
-                          source->database_.get(), database_.get()));
+  RETURN_IF_ERROR(
+      CopyRow("plan", key, source->database_.get(), database_.get()));
   const int64_t plan_id = database_->last_insert_id();
   const std::vector<Digest>& programs = row.value->plan.programs;
   for (size_t i = 0; i < programs.size(); ++i) {
@@ -130,23 +104,22 @@ absl::Status PlanCache::CopyPlan(PlanCache* source,
     insert.BindBlob(3, programs[i].AsBytes());
     RETURN_IF_ERROR(insert.Run());
   }
+  const absl::string_view columns = ShapeOf("measurement").columns;
+  const int count = CountColumns(columns);
   ASSIGN_OR_RETURN(Statement select, source->database_->Prepare(absl::StrCat(
-                                         "SELECT ", kMeasurementColumns,
+                                         "SELECT ", columns,
                                          " FROM measurement WHERE plan_id = ?1 "
                                          "ORDER BY position")));
   select.BindInteger(1, row.id);
   for (;;) {
     ASSIGN_OR_RETURN(const bool more, select.Step());
     if (!more) break;
-    ASSIGN_OR_RETURN(
-        Statement insert,
-        database_->Prepare(absl::StrCat(
-            "INSERT INTO measurement (", kMeasurementColumns,
-            ", plan_id) VALUES (", Slots(kMeasurementColumnCount + 1), ")")));
-    for (int i = 0; i < kMeasurementColumnCount; ++i) {
-      insert.BindColumn(i + 1, select, i);
-    }
-    insert.BindInteger(kMeasurementColumnCount + 1, plan_id);
+    ASSIGN_OR_RETURN(Statement insert,
+                     database_->Prepare(absl::StrCat(
+                         "INSERT INTO measurement (", columns,
+                         ", plan_id) VALUES (", Slots(count + 1), ")")));
+    for (int i = 0; i < count; ++i) insert.BindColumn(i + 1, select, i);
+    insert.BindInteger(count + 1, plan_id);
     RETURN_IF_ERROR(insert.Run());
   }
   return DropLease(key);
@@ -326,6 +299,11 @@ absl::StatusOr<MergeReport> PlanCache::MergeFrom(PlanCache* source,
     RETURN_IF_ERROR(MergePlan(source, key, options, &state));
   }
   if (options.dry_run) return std::move(state.report);
+  // Who joins whole caches wants what is in them, however old it is. An export
+  // notes nothing, so that equal plans give equal files.
+  if (!options.plans.has_value()) {
+    for (const Digest& key : plans) RETURN_IF_ERROR(WritePlanUse(key, Now()));
+  }
   if (!state.report.conflicts.empty()) {
     if (options.choice == ConflictChoice::kRefuse) {
       return std::move(state.report);  // rolls back
@@ -341,7 +319,8 @@ absl::StatusOr<MergeReport> PlanCache::MergeFrom(PlanCache* source,
 
 absl::StatusOr<ExportReport> PlanCache::ExportTo(
     const std::string& path, absl::Span<const Digest> plans) {
-  ASSIGN_OR_RETURN(std::unique_ptr<Database> database, NewMemoryDatabase());
+  ASSIGN_OR_RETURN(std::unique_ptr<Database> database,
+                   NewMemoryDatabase(kCacheSchemaVersion));
   PlanCacheOptions options = options_;
   options.mode = CacheMode::kOff;
   PlanCache copy(std::move(options), "", std::move(database));

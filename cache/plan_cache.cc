@@ -4,18 +4,15 @@
 
 #include "cache/plan_cache.h"
 
-#include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
-#include <array>
 #include <cerrno>
 #include <ctime>
 #include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
+#include "cache/file_identity.h"
 #include "cache/row_codec.h"
 #include "cache/row_io.h"
 #include "cache/schema.h"
@@ -29,155 +26,15 @@ namespace {
 
 constexpr size_t kWarningsMax = 1000;
 
-// Source: SQLite file format, "The Database Header", sqlite.org/fileformat2.
-constexpr size_t kHeaderBytes = 100;
-constexpr absl::string_view kSqliteMagic("SQLite format 3\0", 16);
-constexpr size_t kWriteVersionOffset = 18;  // 1 = rollback journal, 2 = WAL
-constexpr size_t kReadVersionOffset = 19;
-constexpr size_t kEncodingOffset = 56;  // 1 = UTF-8
-constexpr size_t kUserVersionOffset = 60;
-constexpr size_t kApplicationIdOffset = 68;
-
-constexpr absl::string_view kOtherFolder =
-    "choose another folder with --cache, or move the file away";
-
-struct FileState {
-  bool exists = false;
-  uint64_t size = 0;
-};
-
-absl::StatusOr<FileState> StateOf(const std::string& path) {
-  struct stat info;
-  if (stat(path.c_str(), &info) != 0) {
-    if (errno == ENOENT || errno == ENOTDIR) return FileState{};
-    return ErrnoStatus(errno, "cannot stat", path);
-  }
-  if (!S_ISREG(info.st_mode)) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(path, " is not a regular file; ", kOtherFolder));
-  }
-  return FileState{.exists = true, .size = static_cast<uint64_t>(info.st_size)};
-}
-
-absl::StatusOr<std::string> ReadHeader(const std::string& path) {
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return ErrnoStatus(errno, "cannot open", path);
-  std::string header(kHeaderBytes, '\0');
-  const ssize_t got = pread(fd, header.data(), header.size(), 0);
-  const int read_errno = errno;
-  close(fd);
-  if (got < 0) return ErrnoStatus(read_errno, "cannot read", path);
-  header.resize(static_cast<size_t>(got));
-  return header;
-}
-
-uint32_t BigEndian32(absl::string_view bytes, size_t offset) {
-  uint32_t value = 0;
-  for (size_t i = 0; i < 4; ++i) {
-    value = value << 8 | static_cast<uint8_t>(bytes[offset + i]);
-  }
-  return value;
-}
-
-absl::Status CheckIdentity(const std::string& path, uint32_t application_id,
-                           int64_t version) {
-  if (application_id != kCacheApplicationId) {
-    return absl::FailedPreconditionError(absl::StrFormat(
-        "%s is not a Kiln cache: its application id is 0x%08X, expected "
-        "0x%08X; %s",
-        path, application_id, kCacheApplicationId, kOtherFolder));
-  }
-  if (version == kCacheSchemaVersion) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat(
-      path, " has cache schema ", version, ", this build reads schema ",
-      kCacheSchemaVersion,
-      version > kCacheSchemaVersion
-          ? "; use the newer kiln that wrote it, or choose another folder with "
-            "--cache"
-          : "; choose another folder with --cache"));
-}
-
-// Refuses a file that SQLite must not even open: opening some other program's
-// database can roll back its journal or create a write-ahead log beside it.
-// `journal` is true when a rollback journal with contents lies beside it.
-absl::Status CheckHeader(const std::string& path, bool journal) {
-  ASSIGN_OR_RETURN(const std::string header, ReadHeader(path));
-  const bool zeros = header.find_first_not_of('\0') == std::string::npos;
-  // Power was cut while the very first page was written: SQLite rolls back.
-  if (zeros && journal) return absl::OkStatus();
-  if (header.size() < kHeaderBytes ||
-      absl::string_view(header).substr(0, kSqliteMagic.size()) !=
-          kSqliteMagic) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        path, " is not a Kiln cache: it starts with bytes ",
-        ToHex(absl::string_view(header).substr(0, kSqliteMagic.size())),
-        ", expected ", ToHex(kSqliteMagic), "; ", kOtherFolder));
-  }
-  RETURN_IF_ERROR(CheckIdentity(
-      path, BigEndian32(header, kApplicationIdOffset),
-      static_cast<int32_t>(BigEndian32(header, kUserVersionOffset))));
-  const int write_version = header[kWriteVersionOffset];
-  const int read_version = header[kReadVersionOffset];
-  if (write_version != 1 || read_version != 1) {
-    return absl::DataLossError(absl::StrCat(
-        path, " has journal mode bytes ", write_version, " and ", read_version,
-        ", expected 1 and 1 (rollback journal); ", kOtherFolder));
-  }
-  const uint32_t encoding = BigEndian32(header, kEncodingOffset);
-  if (encoding != 1) {
-    return absl::DataLossError(absl::StrCat(path, " has text encoding ",
-                                            encoding, ", expected 1 (UTF-8); ",
-                                            kOtherFolder));
-  }
-  return absl::OkStatus();
-}
-
-// The definitions of all tables and indices, for comparison.
-absl::StatusOr<std::string> SchemaText(Database* database) {
-  // ANALYZE may add sqlite_stat tables; they change no result.
-  ASSIGN_OR_RETURN(
-      Statement statement,
-      database->Prepare("SELECT type, name, tbl_name, sql FROM sqlite_schema "
-                        "WHERE name NOT LIKE 'sqlite\\_%' ESCAPE '\\' "
-                        "ORDER BY type, name"));
-  std::string text;
-  for (;;) {
-    ASSIGN_OR_RETURN(const bool row, statement.Step());
-    if (!row) return text;
-    for (int column = 0; column < 4; ++column) {
-      const absl::string_view bytes = statement.Bytes(column);
-      absl::StrAppend(&text, bytes.size(), ":", bytes, ";");
-    }
-  }
-}
-
-absl::Status CheckSchema(Database* database) {
-  ASSIGN_OR_RETURN(const int64_t application_id,
-                   database->QueryInteger("PRAGMA application_id"));
-  ASSIGN_OR_RETURN(const int64_t version,
-                   database->QueryInteger("PRAGMA user_version"));
-  RETURN_IF_ERROR(CheckIdentity(
-      database->path(), static_cast<uint32_t>(application_id), version));
-  ASSIGN_OR_RETURN(std::unique_ptr<Database> model, NewMemoryDatabase());
-  ASSIGN_OR_RETURN(const std::string expected, SchemaText(model.get()));
-  ASSIGN_OR_RETURN(const std::string found, SchemaText(database));
-  if (found == expected) return absl::OkStatus();
-  return absl::DataLossError(
-      absl::StrCat("the table definitions of ", database->path(),
-                   " are not those of schema ", kCacheSchemaVersion,
-                   ": digest ", Sha256(found).Short(), ", expected ",
-                   Sha256(expected).Short(), "; ", kOtherFolder));
-}
-
 // What to do about a file that is too damaged to be opened, and so to repair.
 absl::Status WithAdvice(const absl::Status& status) {
   if (!absl::IsDataLoss(status) ||
-      absl::StrContains(status.message(), kOtherFolder)) {
+      absl::StrContains(status.message(), kOtherCacheFolder)) {
     return status;
   }
   return absl::DataLossError(
       absl::StrCat(status.message(), "; its end or its first pages are lost; ",
-                   kOtherFolder));
+                   kOtherCacheFolder));
 }
 
 // Creates the tables unless another process was faster.
@@ -191,8 +48,23 @@ absl::Status CreateIfEmpty(Database* database) {
       const int64_t tables,
       database->QueryInteger("SELECT count(*) FROM sqlite_schema"));
   if (tables > 0) return absl::OkStatus();
-  RETURN_IF_ERROR(database->Execute(CacheSchemaSql()));
+  RETURN_IF_ERROR(ApplySchema(0, kCacheSchemaVersion, database));
   return transaction.Commit();
+}
+
+// What an older file that may not be changed is read through: its contents in a
+// private nameless file, migrated.
+absl::StatusOr<std::unique_ptr<Database>> MigratedCopy(Database* database) {
+  ASSIGN_OR_RETURN(
+      std::unique_ptr<Database> copy,
+      Database::Open({.path = "", .access = DatabaseAccess::kTemporary}));
+  RETURN_IF_ERROR(copy->ReplaceWith(database));
+  if (const absl::Status status = BringUpToDate(copy.get()); !status.ok()) {
+    return absl::Status(
+        status.code(),
+        absl::StrCat("copy of ", database->path(), ": ", status.message()));
+  }
+  return copy;
 }
 
 std::string PathOf(const PlanCacheOptions& options) {
@@ -203,20 +75,6 @@ std::string PathOf(const PlanCacheOptions& options) {
 }
 
 }  // namespace
-
-const std::string& CacheSchemaSql() {
-  const auto& files = CacheSchemaFiles();
-  KILN_CHECK(files.size() == 1);
-  return files[0].second;
-}
-
-absl::StatusOr<std::unique_ptr<Database>> NewMemoryDatabase() {
-  ASSIGN_OR_RETURN(
-      std::unique_ptr<Database> database,
-      Database::Open({.path = "", .access = DatabaseAccess::kMemory}));
-  RETURN_IF_ERROR(database->Execute(CacheSchemaSql()));
-  return database;
-}
 
 absl::string_view CacheModeName(CacheMode mode) {
   switch (mode) {
@@ -294,7 +152,8 @@ absl::StatusOr<PlanCache> PlanCache::Open(const PlanCacheOptions& options) {
 }
 
 absl::StatusOr<PlanCache> PlanCache::OpenMemory(PlanCacheOptions options) {
-  ASSIGN_OR_RETURN(std::unique_ptr<Database> database, NewMemoryDatabase());
+  ASSIGN_OR_RETURN(std::unique_ptr<Database> database,
+                   NewMemoryDatabase(kCacheSchemaVersion));
   return PlanCache(std::move(options), "", std::move(database));
 }
 
@@ -311,12 +170,7 @@ absl::StatusOr<PlanCache> PlanCache::OpenReadWrite(PlanCacheOptions options) {
         "results over with kiln cache export, or use the cache read-only"));
   }
   const std::string path = PathOf(options);
-  ASSIGN_OR_RETURN(const FileState file, StateOf(path));
-  if (file.size > 0) {
-    ASSIGN_OR_RETURN(const FileState journal,
-                     StateOf(absl::StrCat(path, "-journal")));
-    RETURN_IF_ERROR(CheckHeader(path, journal.size > 0));
-  }
+  ASSIGN_OR_RETURN(const CacheFileState file, ExamineCacheFile(path));
   // SQLite would quietly fall back to reading only.
   if (access(file.exists ? path.c_str() : options.directory.c_str(), W_OK) !=
       0) {
@@ -334,21 +188,18 @@ absl::StatusOr<PlanCache> PlanCache::OpenReadWrite(PlanCacheOptions options) {
   RETURN_IF_ERROR(WithAdvice(opened.status()));
   std::unique_ptr<Database> database = *std::move(opened);
   RETURN_IF_ERROR(WithAdvice(CreateIfEmpty(database.get())));
-  RETURN_IF_ERROR(WithAdvice(CheckSchema(database.get())));
+  RETURN_IF_ERROR(WithAdvice(BringUpToDate(database.get())));
   return PlanCache(std::move(options), path, std::move(database));
 }
 
 absl::StatusOr<PlanCache> PlanCache::OpenReadOnly(PlanCacheOptions options) {
   const std::string path = PathOf(options);
-  ASSIGN_OR_RETURN(const FileState file, StateOf(path));
-  if (file.size == 0) {
+  ASSIGN_OR_RETURN(const CacheFileState file, ExamineCacheFile(path));
+  if (file.bytes == 0) {
     ASSIGN_OR_RETURN(PlanCache cache, OpenMemory(std::move(options)));
     cache.Warn(absl::StrCat("no cache at ", path, ", reading it as empty"));
     return cache;
   }
-  ASSIGN_OR_RETURN(const FileState journal,
-                   StateOf(absl::StrCat(path, "-journal")));
-  RETURN_IF_ERROR(CheckHeader(path, journal.size > 0));
   ASSIGN_OR_RETURN(const FileSystemInfo info,
                    options.probe_file_system(options.directory));
   // Nobody writes on a network file system, and its locks may not work.
@@ -359,7 +210,20 @@ absl::StatusOr<PlanCache> PlanCache::OpenReadOnly(PlanCacheOptions options) {
       {.path = path, .access = access, .busy_timeout = options.busy_timeout});
   RETURN_IF_ERROR(WithAdvice(opened.status()));
   std::unique_ptr<Database> database = *std::move(opened);
-  RETURN_IF_ERROR(WithAdvice(CheckSchema(database.get())));
+  absl::StatusOr<int64_t> version =
+      database->QueryInteger("PRAGMA user_version");
+  RETURN_IF_ERROR(WithAdvice(version.status()));
+  if (*version < kCacheSchemaVersion) {
+    absl::StatusOr<std::unique_ptr<Database>> copy =
+        MigratedCopy(database.get());
+    RETURN_IF_ERROR(WithAdvice(copy.status()));
+    PlanCache cache(std::move(options), path, *std::move(copy));
+    cache.Warn(absl::StrCat(path, " has the older cache schema ", *version,
+                            "; read through a temporary copy, until the cache "
+                            "is opened once for writing"));
+    return cache;
+  }
+  RETURN_IF_ERROR(WithAdvice(BringUpToDate(database.get())));
   return PlanCache(std::move(options), path, std::move(database));
 }
 

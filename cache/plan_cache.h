@@ -57,12 +57,19 @@ enum class CacheMode {
 // "read-write", "read-only", "off".
 absl::string_view CacheModeName(CacheMode mode);
 
-// Marks the file as Kiln's ("KILN"), and the schema this build reads.
+// Marks the file as Kiln's ("KILN"), and the schema this build writes; it reads
+// and migrates those before.
 inline constexpr uint32_t kCacheApplicationId = 0x4B494C4E;
-inline constexpr int kCacheSchemaVersion = 1;
+inline constexpr int kCacheSchemaVersion = 2;
 inline constexpr char kCacheFileName[] = "index.db";
-// Largest binary, log, plan text or sample block that is stored, in bytes.
+// What to do about a file that is refused.
+inline constexpr absl::string_view kOtherCacheFolder =
+    "choose another folder with --cache, or move the file away";
+// Rows that were made or used within this time are never collected.
 inline constexpr int64_t kGcGraceSeconds = 3600;
+// Uses of a plan are noted at most this often, in seconds.
+inline constexpr int64_t kUseGrainSeconds = 86400;
+// Largest binary, log, plan text or sample block that is stored, in bytes.
 inline constexpr uint64_t kCacheValueBytesMax = uint64_t{256} << 20;
 
 struct PlanCacheOptions {
@@ -164,6 +171,14 @@ class PlanCache {
   //   ValidatePlan or the key is not the digest of its pre-image.
   absl::Status PutPlan(const PlanKey& key, const Plan& plan,
                        absl::Span<const Measurement> measurements);
+
+  // Stores several plans as PutPlan does, all or none in one transaction.
+  absl::Status PutPlans(absl::Span<const NewPlan> plans);
+
+  // Notes that these plans answered now, which is what CollectGarbage goes by.
+  // Writes once per kUseGrainSeconds and plan at most, and nothing in read-only
+  // mode; plans that are not stored are passed over.
+  absl::Status NoteUse(absl::Span<const Digest> plans);
 
   // The evidence of a plan in the order it was stored.
   //   Errors: NotFound without such a plan. DataLoss when any row is damaged or
@@ -268,6 +283,7 @@ class PlanCache {
                                 bool* present);
   absl::Status ReadMeasurements(const Digest& key, const Row<StoredPlan>& plan,
                                 Row<std::vector<Measurement>>* row);
+  absl::Status ReadPlanUse(const Digest& key, Row<int64_t>* row);
   absl::Status ReadMemo(absl::string_view key, Row<std::string>* row);
   // Whether another living owner has claimed `key`.
   absl::StatusOr<bool> IsLeasedToOther(const Digest& key);
@@ -279,6 +295,8 @@ class PlanCache {
   absl::Status WriteReject(const Reject& reject);
   absl::Status WritePlan(const PlanKey& key, const Plan& plan,
                          absl::Span<const Measurement> measurements);
+  // Replaces what was noted before.
+  absl::Status WritePlanUse(const Digest& key, int64_t used_unix);
   absl::Status AddToQuarantine(absl::string_view table, absl::string_view key,
                                absl::string_view reason,
                                absl::string_view content);

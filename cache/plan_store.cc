@@ -1,5 +1,6 @@
 // Plans and the measurements behind them.
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -333,12 +334,90 @@ absl::Status PlanCache::WritePlan(const PlanKey& key, const Plan& plan,
 
 absl::Status PlanCache::PutPlan(const PlanKey& key, const Plan& plan,
                                 absl::Span<const Measurement> measurements) {
+  const NewPlan one = {
+      .key = key,
+      .plan = plan,
+      .measurements = {measurements.begin(), measurements.end()}};
+  return PutPlans(absl::MakeConstSpan(&one, 1));
+}
+
+absl::Status PlanCache::PutPlans(absl::Span<const NewPlan> plans) {
   RETURN_IF_ERROR(RequireWritable());
-  RETURN_IF_ERROR(CheckPlan(key, plan, PlanToJson(plan), measurements));
+  if (plans.empty()) return absl::OkStatus();
+  for (const NewPlan& plan : plans) {
+    RETURN_IF_ERROR(CheckPlan(plan.key, plan.plan, PlanToJson(plan.plan),
+                              plan.measurements));
+  }
   ASSIGN_OR_RETURN(
       Transaction transaction,
       Transaction::Begin(database_.get(), Transaction::Kind::kWrite));
-  RETURN_IF_ERROR(WritePlan(key, plan, measurements));
+  for (const NewPlan& plan : plans) {
+    RETURN_IF_ERROR(WritePlan(plan.key, plan.plan, plan.measurements));
+  }
+  return transaction.Commit();
+}
+
+absl::Status PlanCache::ReadPlanUse(const Digest& key, Row<int64_t>* row) {
+  ASSIGN_OR_RETURN(
+      Statement select,
+      database_->Prepare("SELECT plan.id, created_unix, used_unix, "
+                         "plan_use.row_digest FROM plan LEFT JOIN plan_use ON "
+                         "plan_use.plan_id = plan.id WHERE key = ?1"));
+  select.BindBlob(1, key.AsBytes());
+  ASSIGN_OR_RETURN(const bool found, select.Step());
+  if (!found) return absl::OkStatus();
+  row->id = select.Integer(0);
+  row->value = select.Integer(1);
+  if (select.IsNull(2)) return absl::OkStatus();
+  const std::string encoded = EncodeRow(PlanUseColumns{
+      .plan_key = key.AsBytes(), .used_unix = select.Integer(2)});
+  if (Sha256(encoded).AsBytes() != select.Bytes(3)) {
+    row->problem = std::string(kRowDigestProblem);
+  } else {
+    row->value = std::max(*row->value, select.Integer(2));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status PlanCache::WritePlanUse(const Digest& key, int64_t used_unix) {
+  const Digest row_digest = Sha256(EncodeRow(
+      PlanUseColumns{.plan_key = key.AsBytes(), .used_unix = used_unix}));
+  ASSIGN_OR_RETURN(
+      Statement insert,
+      database_->Prepare("INSERT OR REPLACE INTO plan_use "
+                         "(plan_id, used_unix, row_digest) "
+                         "SELECT id, ?2, ?3 FROM plan WHERE key = ?1"));
+  insert.BindBlob(1, key.AsBytes());
+  insert.BindInteger(2, used_unix);
+  insert.BindBlob(3, row_digest.AsBytes());
+  return insert.Run();
+}
+
+absl::Status PlanCache::NoteUse(absl::Span<const Digest> plans) {
+  if (options_.mode == CacheMode::kReadOnly) return absl::OkStatus();
+  const int64_t now = Now();
+  std::vector<Digest> stale;
+  {
+    ASSIGN_OR_RETURN(
+        Transaction snapshot,
+        Transaction::Begin(database_.get(), Transaction::Kind::kRead));
+    for (const Digest& key : plans) {
+      Row<int64_t> used;
+      RETURN_IF_ERROR(ReadPlanUse(key, &used));
+      // A clock that was wrong once must not keep a plan for ever.
+      if (!used.value.has_value() ||
+          (used.problem.empty() && *used.value > now - kUseGrainSeconds &&
+           *used.value < now + kUseGrainSeconds)) {
+        continue;
+      }
+      stale.push_back(key);
+    }
+  }
+  if (stale.empty()) return absl::OkStatus();
+  ASSIGN_OR_RETURN(
+      Transaction transaction,
+      Transaction::Begin(database_.get(), Transaction::Kind::kWrite));
+  for (const Digest& key : stale) RETURN_IF_ERROR(WritePlanUse(key, now));
   return transaction.Commit();
 }
 

@@ -87,6 +87,14 @@ struct Measurement {
   std::vector<Sample> samples = {};  // all, in the order they were taken
 };
 
+// A plan to store, with what it answers. Evidence is absent when it was only
+// predicted.
+struct NewPlan {
+  PlanKey key;
+  Plan plan;
+  std::vector<Measurement> measurements = {};
+};
+
 // One problem that PlanCache::Check found.
 struct CacheFinding {
   std::string table = {};    // "program"; "index.db" for the file as a whole
@@ -161,7 +169,7 @@ struct GcOptions {
   std::vector<Digest> root_programs = {};
   // Size that the file is to shrink to, in bytes.
   std::optional<int64_t> bytes_max = std::nullopt;
-  // Rows that were made longer ago go, in seconds.
+  // Rows that were made and last used longer ago go, in seconds.
   std::optional<int64_t> age_max = std::nullopt;
   bool dry_run = false;
 };
@@ -172,6 +180,7 @@ struct GcItem {
   std::string key = {};  // hexadecimal
   int64_t bytes = 0;     // of its columns and its binary
   int64_t created_unix = 0;
+  int64_t used_unix = 0;    // when it was made or last noted as used
   std::string reason = {};  // "age", "size" or "unused"
 
   bool operator==(const GcItem&) const = default;

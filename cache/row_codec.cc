@@ -104,6 +104,13 @@ std::string EncodeRow(const MeasurementColumns& row) {
   return encoder.bytes();
 }
 
+std::string EncodeRow(const PlanUseColumns& row) {
+  return CanonicalEncoder("kiln.cache.plan_use/1")
+      .Text("plan_key", row.plan_key)
+      .Number("used_unix", row.used_unix)
+      .bytes();
+}
+
 std::string EncodeRow(const MemoColumns& row) {
   CanonicalEncoder encoder("kiln.cache.memo/1");
   encoder.Text("key", row.key).Text("value", row.value);

@@ -71,6 +71,11 @@ struct MeasurementColumns {
   absl::string_view samples = {};
 };
 
+struct PlanUseColumns {
+  absl::string_view plan_key = {};
+  int64_t used_unix = 0;
+};
+
 struct MemoColumns {
   absl::string_view key = {};
   absl::string_view value = {};
@@ -85,11 +90,14 @@ struct LeaseColumns {
   int64_t expires_unix = 0;
 };
 
-// CanonicalEncoder bytes whose SHA-256 is the row's digest.
+// CanonicalEncoder bytes whose SHA-256 is the row's digest. A column that a
+// later schema added is encoded only where it is not NULL, so that older rows
+// keep their digests.
 std::string EncodeRow(const ProgramColumns& row);
 std::string EncodeRow(const RejectColumns& row);
 std::string EncodeRow(const PlanColumns& row);
 std::string EncodeRow(const MeasurementColumns& row);
+std::string EncodeRow(const PlanUseColumns& row);
 std::string EncodeRow(const MemoColumns& row);
 std::string EncodeRow(const LeaseColumns& row);
 

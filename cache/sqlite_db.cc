@@ -172,8 +172,7 @@ absl::StatusOr<std::unique_ptr<Database>> Database::Open(
 
 Database::~Database() {
   for (const auto& [sql, statement] : prepared_) sqlite3_finalize(statement);
-  if (options_.access == DatabaseAccess::kReadWrite && handle_ != nullptr &&
-      sqlite3_total_changes64(handle_) > 0) {
+  if (options_.access == DatabaseAccess::kReadWrite && wrote_) {
     // Removes the empty journal under the right lock, or leaves it if anybody
     // else is writing: readers look into a journal that exists, every time.
     sqlite3_busy_handler(handle_, nullptr, nullptr);
@@ -244,6 +243,7 @@ absl::Status Database::ReplaceWith(Database* source) {
   }
   const int step = sqlite3_backup_step(backup, -1);
   const int finish = sqlite3_backup_finish(backup);
+  wrote_ = true;
   if (step != SQLITE_DONE) return Error(step, "cannot replace");
   if (finish != SQLITE_OK) return Error(finish, "cannot replace");
   return absl::OkStatus();
@@ -259,7 +259,8 @@ absl::Status Database::Error(int code, absl::string_view action) const {
     return absl::FailedPreconditionError(absl::StrCat(
         message,
         "an interrupted write is still to be rolled back, which a "
-        "read-only user must not do; open the cache once for writing"));
+        "read-only user must not do; open the cache once for writing, as kiln "
+        "cache check does"));
   }
   if (code == SQLITE_READONLY_DBMOVED) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -311,20 +312,25 @@ int Database::OnBusy(void* self, int count) {
 }
 
 absl::StatusOr<Transaction> Transaction::Begin(Database* database, Kind kind) {
+  if (database->abandoned_) {
+    RETURN_IF_ERROR(database->Execute("ROLLBACK"));
+    database->abandoned_ = false;
+  }
   KILN_CHECK(!database->in_transaction());
   ASSIGN_OR_RETURN(
       Statement begin,
       database->Prepare(kind == Kind::kRead ? "BEGIN" : "BEGIN IMMEDIATE"));
   RETURN_IF_ERROR(begin.Run());
+  database->wrote_ = database->wrote_ || kind == Kind::kWrite;
   return Transaction(database);
 }
 
 Transaction::~Transaction() {
   if (database_ == nullptr) return;
-  // After some errors SQLite has already rolled back. A failing ROLLBACK leaves
-  // the journal to the next opener.
+  // After some errors SQLite has already rolled back. Where memory does not
+  // even suffice for a ROLLBACK, the next transaction begins with it.
   if (database_->in_transaction()) {
-    database_->Execute("ROLLBACK").IgnoreError();
+    database_->abandoned_ = !database_->Execute("ROLLBACK").ok();
   }
 }
 

@@ -126,6 +126,7 @@ class Database {
 
  private:
   friend class Statement;
+  friend class Transaction;
 
   explicit Database(const DatabaseOptions& options) : options_(options) {}
 
@@ -136,6 +137,8 @@ class Database {
   DatabaseOptions options_;
   sqlite3* handle_ = nullptr;
   std::chrono::steady_clock::time_point busy_since_;
+  bool wrote_ = false;      // there may be a journal
+  bool abandoned_ = false;  // a transaction could not be rolled back
   absl::flat_hash_map<std::string, sqlite3_stmt*> prepared_;
 };
 

@@ -109,6 +109,36 @@ class LineProgress : public ProgressSink {
   std::optional<Stage> stage_;
 };
 
+// only_look: nothing is to be created or changed.
+absl::StatusOr<PlanCache> OpenCacheAs(const GlobalOptions& global,
+                                      bool only_look) {
+  PlanCacheOptions options;
+  options.directory = CacheDirectory(global);
+  bool known = false;
+  for (const CacheMode mode :
+       {CacheMode::kReadWrite, CacheMode::kReadOnly, CacheMode::kOff}) {
+    if (CacheModeName(mode) != global.cache_mode) continue;
+    options.mode = mode;
+    known = true;
+  }
+  if (!known) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--cache-mode is \"", global.cache_mode,
+                     "\", must be read-write, read-only or off"));
+  }
+  if (only_look && options.mode == CacheMode::kReadWrite) {
+    options.mode = CacheMode::kReadOnly;
+  }
+  if (options.directory.empty() && options.mode != CacheMode::kOff) {
+    return absl::InvalidArgumentError(
+        "no folder for the cache: give --cache, or set KILN_CACHE, "
+        "XDG_CACHE_HOME or HOME");
+  }
+  options.provenance.host_name = HostName();
+  options.provenance.tool_version = "kiln " KILN_VERSION;
+  return PlanCache::Open(options);
+}
+
 }  // namespace
 
 void PrintJson(const nlohmann::ordered_json& value, int indent) {
@@ -147,28 +177,11 @@ std::string CacheDirectory(const GlobalOptions& global) {
 }
 
 absl::StatusOr<PlanCache> OpenCache(const GlobalOptions& global) {
-  PlanCacheOptions options;
-  options.directory = CacheDirectory(global);
-  bool known = false;
-  for (const CacheMode mode :
-       {CacheMode::kReadWrite, CacheMode::kReadOnly, CacheMode::kOff}) {
-    if (CacheModeName(mode) != global.cache_mode) continue;
-    options.mode = mode;
-    known = true;
-  }
-  if (!known) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--cache-mode is \"", global.cache_mode,
-                     "\", must be read-write, read-only or off"));
-  }
-  if (options.directory.empty() && options.mode != CacheMode::kOff) {
-    return absl::InvalidArgumentError(
-        "no folder for the cache: give --cache, or set KILN_CACHE, "
-        "XDG_CACHE_HOME or HOME");
-  }
-  options.provenance.host_name = HostName();
-  options.provenance.tool_version = "kiln " KILN_VERSION;
-  return PlanCache::Open(options);
+  return OpenCacheAs(global, false);
+}
+
+absl::StatusOr<PlanCache> OpenCacheToRead(const GlobalOptions& global) {
+  return OpenCacheAs(global, true);
 }
 
 absl::StatusOr<std::vector<Target>> ParseTargets(

@@ -211,6 +211,8 @@ int ExitCodeOf(const absl::Status& status);
 // empty where none of them is set.
 std::string CacheDirectory(const GlobalOptions& global);
 absl::StatusOr<PlanCache> OpenCache(const GlobalOptions& global);
+// For verbs that only look: read-only, unless --cache-mode is off.
+absl::StatusOr<PlanCache> OpenCacheToRead(const GlobalOptions& global);
 
 // Targets of the command line; "cpu" is this machine's CPU target. Duplicates
 // are dropped. InvalidArgument for an unknown one or none.

@@ -136,6 +136,11 @@ int MergeCode(const std::string& source, const MergeReport& report,
   return kExitRefused;
 }
 
+// A dry run changes nothing, so it needs no right to.
+absl::StatusOr<PlanCache> OpenFor(const GlobalOptions& global, bool dry_run) {
+  return dry_run ? OpenCacheToRead(global) : OpenCache(global);
+}
+
 absl::StatusOr<PlanCache> OpenSource(const std::string& directory,
                                      const std::string& file_name) {
   PlanCacheOptions options;
@@ -154,7 +159,7 @@ absl::StatusOr<PlanCache> OpenSource(const std::string& directory,
 }  // namespace
 
 absl::StatusOr<int> RunCacheStats(const GlobalOptions& global) {
-  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
+  ASSIGN_OR_RETURN(PlanCache cache, OpenCacheToRead(global));
   ASSIGN_OR_RETURN(const CacheStats stats, cache.Stats());
   PrintWarnings(&cache);
   if (global.json) {
@@ -213,7 +218,7 @@ absl::StatusOr<int> RunCacheGc(const GlobalOptions& global,
     return absl::InvalidArgumentError(
         "nothing says what may go; give --max-bytes, --max-age or both");
   }
-  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
+  ASSIGN_OR_RETURN(PlanCache cache, OpenFor(global, command.dry_run));
   GcOptions options;
   options.dry_run = command.dry_run;
   ASSIGN_OR_RETURN(options.root_plans, PlanKeysOf(global, command.manifests,
@@ -241,6 +246,7 @@ absl::StatusOr<int> RunCacheGc(const GlobalOptions& global,
                        {"key", item.key},
                        {"bytes", item.bytes},
                        {"created", FormatTime(item.created_unix)},
+                       {"used", FormatTime(item.used_unix)},
                        {"reason", item.reason}});
   }
   if (global.json) {
@@ -256,7 +262,7 @@ absl::StatusOr<int> RunCacheGc(const GlobalOptions& global,
         std::printf("%s %s  %s  %s  %s\n", item.table.c_str(),
                     item.key.substr(0, 12).c_str(),
                     FormatBytes(static_cast<uint64_t>(item.bytes)).c_str(),
-                    FormatTime(item.created_unix).c_str(), item.reason.c_str());
+                    FormatTime(item.used_unix).c_str(), item.reason.c_str());
       }
     }
     for (const auto& [table, sum] : sums) {
@@ -285,7 +291,7 @@ absl::StatusOr<int> RunCacheGc(const GlobalOptions& global,
 
 absl::StatusOr<int> RunCacheExport(const GlobalOptions& global,
                                    const CacheExportCommand& command) {
-  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
+  ASSIGN_OR_RETURN(PlanCache cache, OpenCacheToRead(global));
   ASSIGN_OR_RETURN(
       const std::vector<Digest> keys,
       PlanKeysOf(global, command.manifests, command.planning, &cache));
@@ -347,7 +353,7 @@ absl::StatusOr<int> RunCacheImport(const GlobalOptions& global,
         findings.front().key, " ", findings.front().problem, " (and ",
         findings.size() - 1, " more); nothing was imported"));
   }
-  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
+  ASSIGN_OR_RETURN(PlanCache cache, OpenFor(global, command.dry_run));
   ASSIGN_OR_RETURN(const MergeReport report, cache.MergeFrom(&source, options));
   PrintWarnings(&cache);
   if (global.json) {
@@ -363,13 +369,19 @@ absl::StatusOr<int> RunCacheMerge(const GlobalOptions& global,
   MergeOptions options;
   options.dry_run = command.dry_run;
   ASSIGN_OR_RETURN(options.choice, ParsePrefer(command.prefer));
-  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
-  int code = kExitDone;
-  Json out = Json::array();
+  // All sources first: one that is missing must not leave half a join.
+  std::vector<PlanCache> sources;
   for (const std::string& directory : command.directories) {
     ASSIGN_OR_RETURN(PlanCache source, OpenSource(directory, kCacheFileName));
+    sources.push_back(std::move(source));
+  }
+  ASSIGN_OR_RETURN(PlanCache cache, OpenFor(global, command.dry_run));
+  int code = kExitDone;
+  Json out = Json::array();
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const std::string& directory = command.directories[i];
     ASSIGN_OR_RETURN(const MergeReport report,
-                     cache.MergeFrom(&source, options));
+                     cache.MergeFrom(&sources[i], options));
     if (global.json) {
       out.push_back(ToJson(directory, report));
     } else {

@@ -128,11 +128,8 @@ absl::StatusOr<int> RunDoctor(const GlobalOptions& global) {
   }
   out["templates"] = Templates();
   out["sqlite"] = std::string(SqliteVersion());
-  // Looking must not create a cache.
-  GlobalOptions read_only = global;
-  read_only.cache_mode = "read-only";
   out["cache"]["folder"] = CacheDirectory(global);
-  absl::StatusOr<PlanCache> cache = OpenCache(read_only);
+  absl::StatusOr<PlanCache> cache = OpenCacheToRead(global);
   absl::StatusOr<CacheStats> stats =
       cache.ok() ? cache->Stats() : absl::StatusOr<CacheStats>(cache.status());
   if (stats.ok()) {

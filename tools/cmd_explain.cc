@@ -168,7 +168,7 @@ absl::StatusOr<int> RunExplain(const GlobalOptions& global,
                    ReadManifest(command.planning.manifest));
   ASSIGN_OR_RETURN(const PrewarmOptions options,
                    MakePrewarmOptions(global, command.planning));
-  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
+  ASSIGN_OR_RETURN(PlanCache cache, OpenCacheToRead(global));
   ASSIGN_OR_RETURN(const ResolvedManifest resolved,
                    ResolveManifest(manifest, options, &cache));
   std::set<std::string> names;

@@ -73,7 +73,7 @@ absl::StatusOr<int> RunPlan(const GlobalOptions& global,
   ASSIGN_OR_RETURN(const Manifest manifest, ReadManifest(command.manifest));
   ASSIGN_OR_RETURN(const PrewarmOptions options,
                    MakePrewarmOptions(global, command));
-  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
+  ASSIGN_OR_RETURN(PlanCache cache, OpenCacheToRead(global));
   ASSIGN_OR_RETURN(const std::vector<PlannedRequest> requests,
                    Canonicalize(manifest, options.capacity_max));
   std::vector<TargetContext> contexts;

@@ -11,10 +11,7 @@
 namespace kiln {
 
 absl::StatusOr<int> RunReplay(const GlobalOptions& global) {
-  // Replaying changes nothing, so it needs no right to.
-  GlobalOptions read_only = global;
-  if (read_only.cache_mode == "read-write") read_only.cache_mode = "read-only";
-  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(read_only));
+  ASSIGN_OR_RETURN(PlanCache cache, OpenCacheToRead(global));
   ASSIGN_OR_RETURN(const std::vector<ReplayedPlan> plans, ReplayPlans(&cache));
   size_t differ = 0;
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();

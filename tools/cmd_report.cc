@@ -16,10 +16,7 @@ absl::StatusOr<int> RunReport(const GlobalOptions& global,
   if (!command.targets.empty()) {
     ASSIGN_OR_RETURN(targets, ParseTargets(command.targets));
   }
-  // A report changes nothing, so it needs no right to.
-  GlobalOptions read_only = global;
-  if (read_only.cache_mode == "read-write") read_only.cache_mode = "read-only";
-  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(read_only));
+  ASSIGN_OR_RETURN(PlanCache cache, OpenCacheToRead(global));
   ASSIGN_OR_RETURN(const ReportInput input, LoadReport(&cache, targets));
   PrintWarnings(&cache);
   const std::string page = RenderReport(input);

@@ -131,14 +131,13 @@ class Session {
     }
     ASSIGN_OR_RETURN(const std::vector<std::optional<StoredPlan>> stored,
                      cache_.FindPlans(keys));
+    // With all of their programs.
+    ASSIGN_OR_RETURN(const std::vector<bool> complete,
+                     cache_.ContainsPlans(keys));
+    std::vector<Digest> used;
     for (size_t i = 0; i < stored.size(); ++i) {
-      if (!stored[i].has_value()) {
-        missing_.push_back(i);
-        continue;
-      }
-      ASSIGN_OR_RETURN(const bool answers,
-                       state_.Answers(stored[i]->plan, state_.ContextOf(i)));
-      if (!answers) {
+      if (!stored[i].has_value() || !complete[i] ||
+          !state_.Answers(stored[i]->plan, state_.ContextOf(i))) {
         missing_.push_back(i);
         continue;
       }
@@ -146,7 +145,10 @@ class Session {
       row.plan = stored[i]->plan;
       row.candidates = stored[i]->plan.evidence.candidates;
       row.reused = true;
+      used.push_back(keys[i]);
     }
+    // Costs nothing but that garbage collection may take them for unused.
+    cache_.NoteUse(used).IgnoreError();
     state_.TakeWarnings();
     progress_.Update(Stage::kLookUp, keys.size() - missing_.size(), keys.size(),
                      "answered by the cache");

@@ -56,17 +56,17 @@ void Claims::Renew() {
   cache_.RenewLeases(keys, kLeaseSeconds).IgnoreError();
 }
 
-absl::StatusOr<bool> PrewarmState::Answers(const Plan& plan,
-                                           const TargetContext& context) {
-  if (plan.evidence.state == PlanState::kPredicted &&
-      !context.profile.assumed && !options.compile_only) {
-    return false;
-  }
-  for (const Digest& program : plan.programs) {
-    ASSIGN_OR_RETURN(const bool present, cache.ContainsProgram(program));
-    if (!present) return false;
-  }
-  return true;
+bool PrewarmState::Answers(const Plan& plan,
+                           const TargetContext& context) const {
+  return plan.evidence.state == PlanState::kMeasured ||
+         context.profile.assumed || options.compile_only;
+}
+
+std::string PrewarmState::WhyMissing(const Digest& key) const {
+  const auto reject = rejected_programs.find(key);
+  return reject != rejected_programs.end()
+             ? reject->second
+             : absl::StrCat("program ", key.Short(), " is not in the cache");
 }
 
 absl::StatusOr<Contender> PrewarmState::MakeContender(
@@ -80,12 +80,7 @@ absl::StatusOr<Contender> PrewarmState::MakeContender(
       ASSIGN_OR_RETURN(std::optional<Program> program,
                        cache.FindProgram(key.digest));
       if (!program.has_value()) {
-        const auto reject = rejected_programs.find(key.digest);
-        return absl::NotFoundError(reject != rejected_programs.end()
-                                       ? reject->second
-                                       : absl::StrCat("program ",
-                                                      key.digest.Short(),
-                                                      " is not in the cache"));
+        return absl::NotFoundError(WhyMissing(key.digest));
       }
       slot = std::make_shared<const Program>(*std::move(program));
     }

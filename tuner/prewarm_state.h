@@ -74,7 +74,10 @@ struct PrewarmState {
   }
 
   // A stored plan answers unless it is only predicted and a device is here.
-  absl::StatusOr<bool> Answers(const Plan& plan, const TargetContext& context);
+  bool Answers(const Plan& plan, const TargetContext& context) const;
+
+  // Why the cache lacks a program.
+  std::string WhyMissing(const Digest& key) const;
 
   // The candidate with its programs; NotFound, with the reason, when it cannot
   // run.

@@ -131,6 +131,7 @@ absl::Status RaceStage::Run() {
   }
   for (const size_t context : contexts) RETURN_IF_ERROR(RunContext(context));
   lanes_.clear();
+  RETURN_IF_ERROR(state_.cache.PutPlans(predicted_));
   state_.TakeWarnings();
   state_.progress.Update(Stage::kRace, done_, state_.missing.size(), "done");
   return absl::OkStatus();
@@ -340,12 +341,15 @@ absl::Status RaceStage::LookAround(Lane* lane) {
 
 // Takes the answer that another process may have stored since LookUp.
 absl::StatusOr<bool> RaceStage::AnsweredMeanwhile(size_t index) {
+  const Digest& key = state_.intervals[index].key.digest;
   ASSIGN_OR_RETURN(const std::optional<StoredPlan> stored,
-                   state_.cache.FindPlan(state_.intervals[index].key.digest));
-  if (!stored.has_value()) return false;
-  ASSIGN_OR_RETURN(const bool answers,
-                   state_.Answers(stored->plan, state_.ContextOf(index)));
-  if (!answers) return false;
+                   state_.cache.FindPlan(key));
+  ASSIGN_OR_RETURN(const std::vector<bool> complete,
+                   state_.cache.ContainsPlans({key}));
+  if (!stored.has_value() || !complete[0] ||
+      !state_.Answers(stored->plan, state_.ContextOf(index))) {
+    return false;
+  }
   state_.report.intervals[index].plan = stored->plan;
   state_.report.intervals[index].reused = true;
   return true;
@@ -372,17 +376,28 @@ absl::StatusOr<std::string> RaceStage::WhyUndecided(size_t index) {
   return std::string();
 }
 
+// Why a candidate cannot run; empty when the cache has all its programs.
+absl::StatusOr<std::string> RaceStage::WhyIncomplete(
+    const PlannedCandidate& candidate) {
+  for (const ProgramKey& key : candidate.programs) {
+    ASSIGN_OR_RETURN(const bool present,
+                     state_.cache.ContainsProgram(key.digest));
+    if (!present) return state_.WhyMissing(key.digest);
+  }
+  return std::string();
+}
+
 // Without a device the best predicted candidate that compiled stands in, and
-// says so.
+// says so. Stored at the end of the stage, all in one transaction: it costs
+// nothing to predict them again.
 absl::Status RaceStage::Predict(size_t index) {
   IntervalReport& row = state_.report.intervals[index];
   const PlannedCandidate* first = nullptr;
   for (const PlannedCandidate& candidate : state_.plans.at(index).candidates) {
-    const absl::StatusOr<Contender> contender = state_.MakeContender(candidate);
-    if (!contender.ok()) {
-      if (!absl::IsNotFound(contender.status())) return contender.status();
+    ASSIGN_OR_RETURN(const std::string problem, WhyIncomplete(candidate));
+    if (!problem.empty()) {
       ++row.rejected;
-      row.problem = std::string(contender.status().message());
+      row.problem = problem;
       continue;
     }
     if (first == nullptr) first = &candidate;
@@ -391,7 +406,7 @@ absl::Status RaceStage::Predict(size_t index) {
   row.problem.clear();
   Plan plan = state_.MakePlan(index, *first);
   plan.evidence.state = PlanState::kPredicted;
-  RETURN_IF_ERROR(state_.cache.PutPlan(state_.intervals[index].key, plan, {}));
+  predicted_.push_back({.key = state_.intervals[index].key, .plan = plan});
   row.plan = std::move(plan);
   return absl::OkStatus();
 }

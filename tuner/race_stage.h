@@ -66,6 +66,7 @@ class RaceStage {
   absl::Status LookAround(Lane* lane);
   absl::StatusOr<bool> AnsweredMeanwhile(size_t index);
   absl::StatusOr<std::string> WhyUndecided(size_t index);
+  absl::StatusOr<std::string> WhyIncomplete(const PlannedCandidate& candidate);
   absl::Status Predict(size_t index);
 
   absl::Status TakeCasualties(Lane* lane);
@@ -81,6 +82,7 @@ class RaceStage {
   PrewarmState& state_;
   std::optional<size_t> context_;  // of the lanes
   std::vector<std::unique_ptr<Lane>> lanes_;
+  std::vector<NewPlan> predicted_;  // not stored yet
   size_t done_ = 0;
   bool told_busy_ = false;
 };

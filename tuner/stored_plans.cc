@@ -39,7 +39,7 @@ absl::StatusOr<SplitKey> Split(const PlanKey& key) {
 }
 
 // Measured plans by device, then by the rest of their keys.
-using MeasuredPlans = std::map<std::string, std::map<std::string, Plan>>;
+using MeasuredPlans = std::map<std::string, std::map<std::string, StoredPlan>>;
 
 absl::StatusOr<MeasuredPlans> ListMeasured(PlanCache* cache) {
   MeasuredPlans measured;
@@ -47,21 +47,21 @@ absl::StatusOr<MeasuredPlans> ListMeasured(PlanCache* cache) {
   for (StoredPlan& entry : stored) {
     if (entry.plan.evidence.state != PlanState::kMeasured) continue;
     ASSIGN_OR_RETURN(const SplitKey key, Split(entry.key));
-    measured[key.device].emplace(key.rest, std::move(entry.plan));
+    measured[key.device].emplace(key.rest, std::move(entry));
   }
   return measured;
 }
 
 // Plans of one target's intervals (indices into `intervals`) from the one kind
 // of device that measured all of them; empty when there is none.
-absl::StatusOr<std::vector<Plan>> FromOneDevice(
+absl::StatusOr<std::vector<StoredPlan>> FromOneDevice(
     const std::vector<ResolvedInterval>& intervals,
     const std::vector<size_t>& indices, const MeasuredPlans& measured,
     const Target& target) {
-  std::vector<Plan> found;
+  std::vector<StoredPlan> found;
   std::vector<std::string> devices;
   for (const auto& [device, plans] : measured) {
-    std::vector<Plan> here;
+    std::vector<StoredPlan> here;
     for (const size_t index : indices) {
       ASSIGN_OR_RETURN(const SplitKey key, Split(intervals[index].key));
       const auto plan = plans.find(key.rest);
@@ -96,7 +96,7 @@ absl::StatusOr<std::vector<Plan>> FindStoredPlans(
     const std::vector<ResolvedInterval>& intervals,
     const std::vector<TargetContext>& contexts, bool measured_elsewhere,
     PlanCache* cache) {
-  std::vector<std::optional<Plan>> plans(intervals.size());
+  std::vector<std::optional<StoredPlan>> plans(intervals.size());
   std::optional<MeasuredPlans> measured;
   for (size_t context = 0; context < contexts.size(); ++context) {
     if (!measured_elsewhere || !contexts[context].profile.assumed) continue;
@@ -108,13 +108,14 @@ absl::StatusOr<std::vector<Plan>> FindStoredPlans(
       if (intervals[i].context == context) indices.push_back(i);
     }
     ASSIGN_OR_RETURN(
-        std::vector<Plan> found,
+        std::vector<StoredPlan> found,
         FromOneDevice(intervals, indices, *measured, contexts[context].target));
     for (size_t i = 0; i < found.size(); ++i) {
       plans[indices[i]] = std::move(found[i]);
     }
   }
   std::vector<Plan> result;
+  std::vector<Digest> used;
   for (size_t i = 0; i < intervals.size(); ++i) {
     if (!plans[i].has_value()) {
       ASSIGN_OR_RETURN(std::optional<StoredPlan> stored,
@@ -127,10 +128,13 @@ absl::StatusOr<std::vector<Plan>> FindStoredPlans(
             "; run kiln prewarm with the same manifest, target and limits "
             "first"));
       }
-      plans[i] = std::move(stored->plan);
+      plans[i] = std::move(stored);
     }
-    result.push_back(*std::move(plans[i]));
+    used.push_back(plans[i]->key.digest);
+    result.push_back(std::move(plans[i]->plan));
   }
+  // Costs nothing but that garbage collection may take them for unused.
+  cache->NoteUse(used).IgnoreError();
   return result;
 }
 

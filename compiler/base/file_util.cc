@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -14,7 +15,7 @@
 namespace kiln {
 namespace {
 
-// Owns a file descriptor; Close reports the error that the destructor drops.
+// Closes a file descriptor that was only read.
 class FileDescriptor {
  public:
   explicit FileDescriptor(int fd) : fd_(fd) {}
@@ -28,18 +29,15 @@ class FileDescriptor {
 
   int get() const { return fd_; }
 
-  int Close() {
-    const int result = close(fd_);
-    fd_ = -1;
-    return result;
-  }
-
  private:
-  int fd_;
+  const int fd_;
 };
 
 std::string ParentOf(const std::string& path) {
-  const size_t slash = path.rfind('/');
+  // Not at the end: "a/b/" lies in "a".
+  const size_t slash = path.rfind('/', path.size() > 1 && path.back() == '/'
+                                           ? path.size() - 2
+                                           : std::string::npos);
   if (slash == std::string::npos) return ".";
   if (slash == 0) return "/";
   return path.substr(0, slash);
@@ -54,6 +52,16 @@ absl::Status WriteAll(int fd, absl::string_view contents,
       return ErrnoStatus(errno, "cannot write", path);
     }
     contents.remove_prefix(static_cast<size_t>(wrote));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SyncFolder(const std::string& path) {
+  const FileDescriptor folder(
+      open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  // EINVAL: this file system has no folder sync.
+  if (folder.get() < 0 || (fsync(folder.get()) != 0 && errno != EINVAL)) {
+    return ErrnoStatus(errno, "cannot sync the folder", path);
   }
   return absl::OkStatus();
 }
@@ -118,51 +126,84 @@ absl::StatusOr<std::string> ReadFile(const std::string& path,
   return contents;
 }
 
-absl::Status WriteFileAtomically(const std::string& path,
-                                 absl::string_view contents) {
+PendingFile::PendingFile(const std::string& path) : status_(Open(path)) {}
+
+absl::Status PendingFile::Open(const std::string& path) {
+  path_ = path;
+  struct stat link;
+  if (lstat(path.c_str(), &link) == 0 && S_ISLNK(link.st_mode)) {
+    char* const real = realpath(path.c_str(), nullptr);
+    if (real == nullptr) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(path, " is a symbolic link that cannot be followed: ",
+                       std::strerror(errno)));
+    }
+    path_ = real;
+    std::free(real);
+  }
   // A rename would replace a device or a pipe by a file.
   struct stat old;
-  if (stat(path.c_str(), &old) == 0 && !S_ISREG(old.st_mode)) {
+  const bool replaces = stat(path_.c_str(), &old) == 0;
+  if (replaces && !S_ISREG(old.st_mode)) {
     return absl::FailedPreconditionError(
         absl::StrCat(path, " exists and is not a regular file"));
   }
-  const std::string parent = ParentOf(path);
-  std::string temporary = absl::StrCat(path, ".tmp.XXXXXX");
-  FileDescriptor fd(mkostemp(temporary.data(), O_CLOEXEC));
-  if (fd.get() < 0) return ErrnoStatus(errno, "cannot create", temporary);
-  const auto finish = [&]() -> absl::Status {
-    RETURN_IF_ERROR(WriteAll(fd.get(), contents, temporary));
-    if (fchmod(fd.get(), 0644) != 0) {
-      return ErrnoStatus(errno, "cannot set the mode of", temporary);
-    }
-    if (fsync(fd.get()) != 0) {
-      return ErrnoStatus(errno, "cannot sync", temporary);
-    }
-    if (fd.Close() != 0) return ErrnoStatus(errno, "cannot close", temporary);
-    if (rename(temporary.c_str(), path.c_str()) != 0) {
-      return ErrnoStatus(errno, "cannot replace", path);
-    }
-    return absl::OkStatus();
-  };
-  if (absl::Status status = finish(); !status.ok()) {
-    unlink(temporary.c_str());
-    return status;
+  // Not mkostemp, which leaves the umask and default permissions out.
+  constexpr int kAttempts = 100;
+  static std::atomic<uint32_t> count{0};
+  for (int attempt = 0; fd_ < 0 && attempt < kAttempts; ++attempt) {
+    temporary_ = absl::StrCat(path_, ".tmp.", getpid(), ".", ++count);
+    fd_ =
+        open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (fd_ < 0 && errno != EEXIST) break;
   }
-  FileDescriptor folder(
-      open(parent.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  // EINVAL: this file system has no folder sync.
-  if (folder.get() < 0 || (fsync(folder.get()) != 0 && errno != EINVAL)) {
-    return ErrnoStatus(errno, "cannot sync the folder", parent);
+  if (fd_ < 0) return ErrnoStatus(errno, "cannot create", temporary_);
+  if (replaces && fchmod(fd_, old.st_mode & 07777) != 0) {
+    return ErrnoStatus(errno, "cannot set the mode of", temporary_);
   }
   return absl::OkStatus();
+}
+
+PendingFile::~PendingFile() {
+  if (fd_ < 0) return;
+  close(fd_);
+  unlink(temporary_.c_str());
+}
+
+absl::Status PendingFile::Append(absl::string_view bytes) {
+  if (status_.ok()) status_ = WriteAll(fd_, bytes, temporary_);
+  return status_;
+}
+
+absl::Status PendingFile::Commit() {
+  RETURN_IF_ERROR(status_);
+  if (fsync(fd_) != 0) return ErrnoStatus(errno, "cannot sync", temporary_);
+  if (rename(temporary_.c_str(), path_.c_str()) != 0) {
+    return ErrnoStatus(errno, "cannot replace", path_);
+  }
+  // The temporary is gone; nothing was written since the sync.
+  close(fd_);
+  fd_ = -1;
+  return SyncFolder(ParentOf(path_));
+}
+
+absl::Status WriteFileAtomically(const std::string& path,
+                                 absl::string_view contents) {
+  PendingFile file(path);
+  RETURN_IF_ERROR(file.Append(contents));
+  return file.Commit();
 }
 
 absl::Status MakeDirectories(const std::string& path) {
   for (size_t end = 1; end <= path.size(); ++end) {
     if (end != path.size() && path[end] != '/') continue;
     const std::string part = path.substr(0, end);
-    if (mkdir(part.c_str(), 0755) == 0 || errno == EEXIST) continue;
-    return ErrnoStatus(errno, "cannot create the folder", part);
+    if (mkdir(part.c_str(), 0777) != 0) {
+      if (errno == EEXIST) continue;
+      return ErrnoStatus(errno, "cannot create the folder", part);
+    }
+    // Or a power cut could take the folder with all that is synced inside.
+    RETURN_IF_ERROR(SyncFolder(ParentOf(part)));
   }
   struct stat info;
   if (stat(path.c_str(), &info) != 0) {

@@ -19,16 +19,44 @@ namespace kiln {
 absl::StatusOr<std::string> ReadFile(const std::string& path,
                                      uint64_t bytes_max);
 
-// Writes `contents` to `path` so that readers see the old file or the whole new
-// one: temporary file beside it, fsync, rename, fsync of the folder. On error
-// the old file stands and the temporary is removed; only when the last fsync
-// fails is the new file in place although an error is returned.
-//   Errors: FailedPrecondition (exists and is not a regular file), NotFound (no
-//   such folder), PermissionDenied, ResourceExhausted (disk full), Unavailable.
+// A file that appears whole under its name, or not at all: written to a
+// temporary file beside it, which Commit syncs and renames; the folder is
+// synced too. Without Commit, and when it fails, the old file stands and the
+// temporary is removed; only when the sync of the folder fails is the new file
+// in place although an error is returned.
+//
+// A file that is replaced keeps its permissions, a new one has those that the
+// umask leaves. A symbolic link stays, and what it points to is replaced.
+//   Errors of all calls: FailedPrecondition (what exists is no regular file, or
+//   a link to nowhere), NotFound (no such folder), PermissionDenied,
+//   ResourceExhausted (disk full), Unavailable. Sticky: Commit reports the
+//   first.
+class PendingFile {
+ public:
+  explicit PendingFile(const std::string& path);
+  PendingFile(const PendingFile&) = delete;
+  PendingFile& operator=(const PendingFile&) = delete;
+  ~PendingFile();
+
+  absl::Status Append(absl::string_view bytes);
+  // Once, as the last call.
+  absl::Status Commit();
+
+ private:
+  absl::Status Open(const std::string& path);
+
+  std::string path_;  // of the file itself, links resolved
+  std::string temporary_;
+  int fd_ = -1;
+  absl::Status status_;
+};
+
+// Writes a PendingFile in one piece.
 absl::Status WriteFileAtomically(const std::string& path,
                                  absl::string_view contents);
 
-// Creates `path` and its parents with mode 0755. An existing folder is fine.
+// Creates `path` and its parents with the permissions that the umask leaves,
+// each synced into its parent. An existing folder is fine.
 absl::Status MakeDirectories(const std::string& path);
 
 // absl::Status for `errno_value` met while doing `action` to `path`, for

@@ -17,6 +17,10 @@ namespace kiln {
 namespace {
 
 constexpr size_t kDepthMax = 64;
+// Members of an object that are searched one by one for a duplicate.
+constexpr size_t kSearchedMax = 32;
+// Most objects and arrays have no more, and need to be allocated once.
+constexpr size_t kUsualCount = 4;
 // Longest excerpts in messages, in bytes.
 constexpr size_t kExcerptMax = 60;
 constexpr size_t kLibraryTextMax = 200;
@@ -126,12 +130,14 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
     member.key = name;
     std::tie(member.line, member.column) = LineColumn(start);
     Level& level = stack_.back();
-    const auto [first, inserted] = level.key_lines.emplace(name, member.line);
-    if (!inserted) {
-      return Fail(start, absl::StrCat("duplicate key ", JsonQuote(name),
-                                      ", first on line ", first->second));
+    if (const JsonNode::Member* first = level.Find(member.key);
+        first != nullptr) {
+      return Fail(start, absl::StrCat("duplicate key ", JsonQuote(member.key),
+                                      ", first on line ", first->line));
     }
-    level.node.members.push_back(std::move(member));
+    std::vector<JsonNode::Member>& members = level.node.members;
+    if (members.empty()) members.reserve(kUsualCount);
+    members.push_back(std::move(member));
     return true;
   }
 
@@ -163,7 +169,23 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
   // An array or object that is not closed yet.
   struct Level {
     JsonNode node;
-    std::unordered_map<std::string, uint32_t> key_lines;
+    // Of the members, once there are so many that a search takes long.
+    std::unordered_map<std::string, size_t> index;
+
+    const JsonNode::Member* Find(const std::string& key) {
+      const std::vector<JsonNode::Member>& members = node.members;
+      if (members.size() <= kSearchedMax) {
+        const auto found = std::find_if(
+            members.begin(), members.end(),
+            [&](const JsonNode::Member& member) { return member.key == key; });
+        return found == members.end() ? nullptr : &*found;
+      }
+      while (index.size() < members.size()) {
+        index.emplace(members[index.size()].key, index.size());
+      }
+      const auto found = index.find(key);
+      return found == index.end() ? nullptr : &members[found->second];
+    }
   };
 
   size_t Consumed() const {
@@ -228,7 +250,7 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
       return Fail(Consumed() - 1,
                   absl::StrCat("more than ", kDepthMax, " levels of nesting"));
     }
-    stack_.push_back({.node = Make(kind, Consumed() - 1), .key_lines = {}});
+    stack_.push_back({.node = Make(kind, Consumed() - 1), .index = {}});
     return true;
   }
 
@@ -247,6 +269,7 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
     if (parent.kind == JsonNode::Kind::kObject) {
       parent.members.back().value = std::move(node);
     } else {
+      if (parent.items.empty()) parent.items.reserve(kUsualCount);
       parent.items.push_back(std::move(node));
     }
     return true;

@@ -1,13 +1,6 @@
 #include "templates/formats/prepare.h"
 
-#include <fcntl.h>
-#include <stdlib.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstdio>
 #include <memory>
 #include <span>
 #include <vector>
@@ -22,58 +15,6 @@
 
 namespace kiln {
 namespace {
-
-// A file that appears under its name when Commit succeeds, and otherwise not at
-// all. Takes its contents in pieces, unlike WriteFileAtomically.
-class PendingFile {
- public:
-  explicit PendingFile(const std::string& path)
-      : path_(path), temporary_(absl::StrCat(path, ".tmp.XXXXXX")) {
-    fd_ = mkostemp(temporary_.data(), O_CLOEXEC);
-    if (fd_ < 0) status_ = ErrnoStatus(errno, "cannot create", temporary_);
-  }
-
-  PendingFile(const PendingFile&) = delete;
-  PendingFile& operator=(const PendingFile&) = delete;
-
-  ~PendingFile() {
-    if (fd_ < 0) return;
-    close(fd_);
-    unlink(temporary_.c_str());
-  }
-
-  absl::Status Append(std::span<const uint8_t> bytes) {
-    RETURN_IF_ERROR(status_);
-    while (!bytes.empty()) {
-      const ssize_t wrote = write(fd_, bytes.data(), bytes.size());
-      if (wrote < 0 && errno == EINTR) continue;
-      if (wrote < 0) return ErrnoStatus(errno, "cannot write", temporary_);
-      bytes = bytes.subspan(static_cast<size_t>(wrote));
-    }
-    return absl::OkStatus();
-  }
-
-  absl::Status Commit() {
-    RETURN_IF_ERROR(status_);
-    if (fchmod(fd_, 0644) != 0) {
-      return ErrnoStatus(errno, "cannot set the mode of", temporary_);
-    }
-    if (fsync(fd_) != 0) return ErrnoStatus(errno, "cannot sync", temporary_);
-    if (rename(temporary_.c_str(), path_.c_str()) != 0) {
-      return ErrnoStatus(errno, "cannot replace", path_);
-    }
-    const int fd = fd_;
-    fd_ = -1;
-    if (close(fd) != 0) return ErrnoStatus(errno, "cannot close", path_);
-    return absl::OkStatus();
-  }
-
- private:
-  std::string path_;
-  std::string temporary_;
-  int fd_ = -1;
-  absl::Status status_;
-};
 
 std::string FileName(const PrepareOptions& options) {
   std::string name = absl::StrFormat("layer-%05d", options.layer);
@@ -134,12 +75,14 @@ absl::StatusOr<PreparedLayer> PrepareLayer(const std::string& folder,
   prepared.bytes += head.size();
   RETURN_IF_ERROR(MakeDirectories(output));
   PendingFile file(prepared.path);
-  RETURN_IF_ERROR(file.Append(
-      {reinterpret_cast<const uint8_t*>(head.data()), head.size()}));
+  RETURN_IF_ERROR(
+      file.Append({reinterpret_cast<const char*>(head.data()), head.size()}));
   for (const FusedMoeParam slot : kTrellisSlots) {
-    RETURN_IF_ERROR((*source)->Stream(
-        slot,
-        [&](std::span<const uint8_t> piece) { return file.Append(piece); }));
+    RETURN_IF_ERROR(
+        (*source)->Stream(slot, [&](std::span<const uint8_t> piece) {
+          return file.Append(
+              {reinterpret_cast<const char*>(piece.data()), piece.size()});
+        }));
   }
   RETURN_IF_ERROR(file.Commit());
   return prepared;

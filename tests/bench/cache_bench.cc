@@ -1,16 +1,24 @@
-// What the plan cache costs: look-ups, publishing, claims, joining. Rows are
-// those of the cache's tests; the folder is under TMPDIR.
+// What the plan cache costs: look-ups, publishing, claims, joining, a warm
+// prewarm. Rows are those of the cache's tests; the folder is under TMPDIR,
+// which has to be on the disk that is meant. The goals are in cache/README.md.
 
 #include <benchmark/benchmark.h>
+#include <fcntl.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "cache/plan_cache.h"
 #include "compiler/base/check.h"
+#include "compiler/spec/manifest.h"
 #include "tests/cache/cache_fixture.h"
 #include "tests/support/golden.h"
+#include "tuner/prewarm.h"
 
 namespace kiln {
 namespace {
@@ -24,6 +32,7 @@ using ::kiln::testing::TestOptions;
 
 constexpr uint64_t kPlans = 1000;
 constexpr size_t kBinaryBytes = 20'000;
+constexpr size_t kSmallBinaryBytes = 6'000;
 
 PlanCache OpenCache(const std::string& folder) {
   absl::StatusOr<PlanCache> cache = PlanCache::Open(TestOptions(folder));
@@ -41,12 +50,23 @@ struct Filled {
       program_keys.push_back(programs.back().key.digest);
     }
     KILN_CHECK(cache.PutPrograms(programs).ok());
-    for (uint64_t i = 0; i < kPlans; ++i) {
-      const Plan plan = MakePlan(i, {program_keys[i]});
-      const PlanKey key = MakeTestPlanKey(plan);
-      plan_keys.push_back(key.digest);
-      KILN_CHECK(cache.PutPlan(key, plan, MakeMeasurements(i)).ok());
+    const std::vector<NewPlan> plans = NewPlans(0, program_keys);
+    for (const NewPlan& plan : plans) plan_keys.push_back(plan.key.digest);
+    KILN_CHECK(cache.PutPlans(plans).ok());
+  }
+
+  // One plan per program, with three measurements; `seed` tells sets apart.
+  static std::vector<NewPlan> NewPlans(uint64_t seed,
+                                       const std::vector<Digest>& programs) {
+    std::vector<NewPlan> plans;
+    for (const Digest& program : programs) {
+      const Plan plan = MakePlan(seed, {program});
+      plans.push_back({.key = MakeTestPlanKey(plan),
+                       .plan = plan,
+                       .measurements = MakeMeasurements(seed)});
+      ++seed;
     }
+    return plans;
   }
 
   ScratchFolder folder;
@@ -101,6 +121,23 @@ void BM_ContainsProgram(benchmark::State& state) {
 
 BENCHMARK(BM_ContainsProgram)->Unit(benchmark::kMicrosecond);
 
+// What one sync of this disk takes, beside which publishing is to be read: a
+// commit waits for four.
+void BM_AppendAndSync(benchmark::State& state) {
+  ScratchFolder folder;
+  const int fd = open(folder.File("f").c_str(), O_CREAT | O_WRONLY, 0644);
+  KILN_CHECK(fd >= 0);
+  const std::string bytes(kBinaryBytes, 'x');
+  for (auto _ : state) {
+    KILN_CHECK(write(fd, bytes.data(), bytes.size()) ==
+               static_cast<ssize_t>(bytes.size()));
+    KILN_CHECK(fdatasync(fd) == 0);
+  }
+  close(fd);
+}
+
+BENCHMARK(BM_AppendAndSync)->UseRealTime()->Unit(benchmark::kMillisecond);
+
 // One durable transaction of range(0) programs.
 void BM_PutPrograms(benchmark::State& state) {
   ScratchFolder folder;
@@ -120,7 +157,33 @@ void BM_PutPrograms(benchmark::State& state) {
 
 BENCHMARK(BM_PutPrograms)
     ->Arg(1)
+    ->Arg(8)
     ->Arg(64)
+    ->UseRealTime()
+    ->Unit(benchmark::kMillisecond);
+
+// One durable transaction of range(0) plans.
+void BM_PutPlans(benchmark::State& state) {
+  ScratchFolder folder;
+  PlanCache cache = OpenCache(folder.path());
+  const Program program = MakeProgram(1, kBinaryBytes);
+  KILN_CHECK(cache.PutProgram(program).ok());
+  const std::vector<Digest> programs(static_cast<size_t>(state.range(0)),
+                                     program.key.digest);
+  uint64_t seed = 0;
+  for (auto _ : state) {
+    state.PauseTiming();
+    const std::vector<NewPlan> plans = Filled::NewPlans(seed, programs);
+    seed += plans.size();
+    state.ResumeTiming();
+    KILN_CHECK(cache.PutPlans(plans).ok());
+  }
+  state.SetItemsProcessed(static_cast<int64_t>(seed));
+}
+
+BENCHMARK(BM_PutPlans)
+    ->Arg(1)
+    ->Arg(1000)
     ->UseRealTime()
     ->Unit(benchmark::kMillisecond);
 
@@ -164,6 +227,176 @@ void BM_Check1000Plans(benchmark::State& state) {
 }
 
 BENCHMARK(BM_Check1000Plans)->Unit(benchmark::kMillisecond);
+
+// A cache of 100,000 programs of 6 KB, made once.
+struct Large {
+  Large() {
+    constexpr uint64_t kBatch = 1000;
+    PlanCache cache = OpenCache(folder.path());
+    for (uint64_t begin = 0; begin < 100'000; begin += kBatch) {
+      std::vector<Program> programs;
+      for (uint64_t i = 0; i < kBatch; ++i) {
+        programs.push_back(MakeProgram(begin + i, kSmallBinaryBytes));
+        // A working set that a prewarm would ask for.
+        if ((begin + i) % 97 == 0) some.push_back(programs.back().key.digest);
+      }
+      KILN_CHECK(cache.PutPrograms(programs).ok());
+    }
+  }
+
+  ScratchFolder folder;
+  std::vector<Digest> some;
+};
+
+Large& LargeData() {
+  static Large& large = *new Large;
+  return large;
+}
+
+void BM_OpenOf100000Programs(benchmark::State& state) {
+  for (auto _ : state) {
+    PlanCache cache = OpenCache(LargeData().folder.path());
+    benchmark::DoNotOptimize(cache);
+  }
+}
+
+BENCHMARK(BM_OpenOf100000Programs)->Unit(benchmark::kMillisecond);
+
+// One by one in a cache that was just opened: pages come from the system.
+void BM_FindProgramOf100000FirstTouch(benchmark::State& state) {
+  int64_t found = 0;
+  for (auto _ : state) {
+    state.PauseTiming();
+    auto cache =
+        std::make_unique<PlanCache>(OpenCache(LargeData().folder.path()));
+    state.ResumeTiming();
+    for (const Digest& key : LargeData().some) {
+      const auto program = cache->FindProgram(key);
+      KILN_CHECK(program.ok() && program->has_value());
+      ++found;
+    }
+    state.PauseTiming();
+    cache.reset();
+    state.ResumeTiming();
+  }
+  state.SetItemsProcessed(found);
+}
+
+BENCHMARK(BM_FindProgramOf100000FirstTouch)->Unit(benchmark::kMillisecond);
+
+void BM_FindProgramOf100000(benchmark::State& state) {
+  PlanCache cache = OpenCache(LargeData().folder.path());
+  const std::vector<Digest>& some = LargeData().some;
+  for (const Digest& key : some) KILN_CHECK(cache.FindProgram(key).ok());
+  size_t i = 0;
+  for (auto _ : state) {
+    const auto program = cache.FindProgram(some[i++ % some.size()]);
+    KILN_CHECK(program.ok() && program->has_value());
+  }
+}
+
+BENCHMARK(BM_FindProgramOf100000)->Unit(benchmark::kMicrosecond);
+
+// All of the working set from one snapshot, as a race asks for its candidates.
+void BM_FindProgramsOf100000(benchmark::State& state) {
+  PlanCache cache = OpenCache(LargeData().folder.path());
+  const std::vector<Digest>& some = LargeData().some;
+  for (auto _ : state) {
+    const auto programs = cache.FindPrograms(some);
+    KILN_CHECK(programs.ok() && programs->back().has_value());
+  }
+  state.SetItemsProcessed(state.iterations() *
+                          static_cast<int64_t>(some.size()));
+}
+
+BENCHMARK(BM_FindProgramsOf100000)->Unit(benchmark::kMillisecond);
+
+// A model of 1,001 intervals whose plans, with bodies as the planner makes
+// them, are all stored.
+struct Warm {
+  Warm() {
+    constexpr int kRequests = 77;
+    std::vector<std::string> requests;
+    for (int i = 0; i < kRequests; ++i) {
+      requests.push_back(absl::StrCat(
+          R"({"name": "moe)", i, R"(", "op": "fused_moe", "layers": 1,)",
+          R"("hidden": )", 2048 + 128 * i,
+          R"(, "intermediate": 768, "experts": 128, "top_k": 8,)",
+          R"("activation": "silu", "io_dtype": "bf16", "id_dtype": "i32",)",
+          R"("weights": {"format": "exl3", "codebook": "mcg", "bits": 4},)",
+          R"("recipe": "w4a16", "capacities": [1, 2, 4, 8, 16, 32, 64, 128,)",
+          R"( 256, 512, 1024, 2048, 4096]})"));
+    }
+    absl::StatusOr<Manifest> parsed = ParseManifest(
+        absl::StrCat(R"({"schema": "kiln.model/1", "name": "Large",)",
+                     R"( "requests": [)", absl::StrJoin(requests, ","), "]}"),
+        "large.json");
+    KILN_CHECK(parsed.ok());
+    manifest = *std::move(parsed);
+    options.targets = {testing::TestTarget()};
+    options.compile_only = true;
+    options.toolchain = [](Backend backend, ProbeMemo*) {
+      CompilerSetup setup;
+      setup.backend = backend;
+      setup.toolchain = {
+          .name = "nvrtc", .version = "13.0.88", .content = Sha256("library")};
+      return setup;
+    };
+    PlanCache cache = OpenCache(folder.path());
+    const Program program = MakeProgram(1, kBinaryBytes);
+    KILN_CHECK(cache.PutProgram(program).ok());
+    const absl::StatusOr<ResolvedManifest> resolved =
+        ResolveManifest(manifest, options, &cache);
+    KILN_CHECK(resolved.ok());
+    std::vector<NewPlan> plans;
+    PlanBody body;
+    for (const ResolvedInterval& interval : resolved->intervals) {
+      if (body.steps.empty()) {
+        const auto planned = interval.planner->Plan(interval.interval);
+        KILN_CHECK(planned.ok());
+        body = planned->candidates.front().body;
+      }
+      Plan plan = MakePlan(1, {});
+      plan.geometry = interval.geometry;
+      plan.target = options.targets[0];
+      plan.interval = interval.interval;
+      plan.body = body;
+      for (const Step& step : body.steps) {
+        plan.programs.resize(
+            std::max<size_t>(plan.programs.size(), step.program + 1),
+            program.key.digest);
+      }
+      plans.push_back({.key = interval.key, .plan = std::move(plan)});
+    }
+    KILN_CHECK(plans.size() > kPlans);
+    KILN_CHECK(cache.PutPlans(plans).ok());
+  }
+
+  ScratchFolder folder;
+  Manifest manifest;
+  PrewarmOptions options;
+};
+
+class NoProgress : public ProgressSink {
+ public:
+  void Update(Stage, size_t, size_t, const std::string&) override {}
+
+  void Note(const std::string&) override {}
+};
+
+// Open, keys, look-up and the report; all but the start of a process.
+void BM_WarmPrewarmOf1001Plans(benchmark::State& state) {
+  static Warm& warm = *new Warm;
+  NoProgress progress;
+  for (auto _ : state) {
+    PlanCache cache = OpenCache(warm.folder.path());
+    const auto report = Prewarm(warm.manifest, warm.options, &cache, &progress);
+    KILN_CHECK(report.ok() && report->complete);
+    KILN_CHECK(report->intervals.size() > kPlans);
+  }
+}
+
+BENCHMARK(BM_WarmPrewarmOf1001Plans)->Unit(benchmark::kMillisecond);
 
 }  // namespace
 }  // namespace kiln

@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "cache/plan_cache.h"
+#include "cache/sqlite_db.h"
 #include "tests/cache/cache_fixture.h"
 #include "tests/support/golden.h"
 #include "tests/support/status_matchers.h"
@@ -112,6 +113,84 @@ TEST_F(CacheGcTest, SizeRemovesUnusedProgramsThenTheOldestPlans) {
   EXPECT_FALSE(HasProgram(1));
   EXPECT_LE(two.bytes_after, one.bytes_after - 50000);
   EXPECT_THAT(cache_->Check(), IsOkAndHolds(IsEmpty()));
+}
+
+TEST_F(CacheGcTest, WhatIsUsedStays) {
+  const std::vector<PlanKey> keys = {Put(1), Put(2), Put(3)};
+  now_ = start_ + 100 * kDay;
+  ASSERT_OK(cache_->NoteUse({keys[1].digest}));
+  now_ += 5 * kDay;
+  const GcOptions options = {.age_max = 30 * kDay, .dry_run = true};
+  ASSERT_OK_AND_ASSIGN(const GcReport plan, cache_->CollectGarbage(options));
+  for (const GcItem& item : plan.removed) {
+    EXPECT_NE(item.key, keys[1].digest.ToHex());
+  }
+  ASSERT_OK(cache_->CollectGarbage({.age_max = 30 * kDay}));
+  EXPECT_EQ(Has(keys), (std::vector<bool>{false, true, false}));
+  EXPECT_TRUE(HasProgram(2)) << "as old as the others, but needed";
+  EXPECT_FALSE(HasProgram(1));
+  // By size too: 2 was used after 4 was made.
+  now_ -= 100 * kDay;
+  const PlanKey newer = Put(4);
+  now_ = start_ + 200 * kDay;
+  ASSERT_OK_AND_ASSIGN(const CacheStats before, cache_->Stats());
+  ASSERT_OK(cache_->CollectGarbage({.bytes_max = before.bytes - 50000}));
+  EXPECT_EQ(Has({keys[1], newer}), (std::vector<bool>{true, false}));
+}
+
+TEST_F(CacheGcTest, AUseIsWrittenOnceADayAndNotByReaders) {
+  const PlanKey key = Put(1);
+  const auto uses = [&] {
+    absl::StatusOr<CacheStats> stats = cache_->Stats();
+    EXPECT_OK(stats);
+    for (const TableStats& table : stats->tables) {
+      if (table.name == "plan_use") return table.rows;
+    }
+    return int64_t{-1};
+  };
+  ASSERT_OK(cache_->NoteUse({key.digest, Sha256("no such plan")}));
+  EXPECT_EQ(uses(), 0) << "it was made today";
+  now_ += 2 * kDay;
+  {
+    PlanCacheOptions options =
+        TestOptions(folder_.path(), CacheMode::kReadOnly);
+    options.clock = [this] { return now_; };
+    ASSERT_OK_AND_ASSIGN(PlanCache reader, PlanCache::Open(options));
+    EXPECT_OK(reader.NoteUse({key.digest}));
+  }
+  EXPECT_EQ(uses(), 0);
+  ASSERT_OK(cache_->NoteUse({key.digest}));
+  EXPECT_EQ(uses(), 1);
+  const auto written =
+      std::filesystem::last_write_time(folder_.File("index.db"));
+  now_ += kDay / 2;
+  ASSERT_OK(cache_->NoteUse({key.digest}));
+  EXPECT_EQ(std::filesystem::last_write_time(folder_.File("index.db")),
+            written);
+  // A plan that is replaced begins anew.
+  Put(1);
+  EXPECT_EQ(uses(), 0);
+  EXPECT_THAT(cache_->Check(), IsOkAndHolds(IsEmpty()));
+}
+
+TEST_F(CacheGcTest, ADamagedUseIsFoundAndCountsAsNone) {
+  const PlanKey key = Put(1);
+  now_ += 10 * kDay;
+  ASSERT_OK(cache_->NoteUse({key.digest}));
+  {
+    ASSERT_OK_AND_ASSIGN(std::unique_ptr<Database> database,
+                         Database::Open({.path = folder_.File("index.db")}));
+    ASSERT_OK(database->Execute("UPDATE plan_use SET used_unix = 9999999999"));
+  }
+  ASSERT_OK_AND_ASSIGN(const std::vector<CacheFinding> findings,
+                       cache_->Check());
+  ASSERT_EQ(findings.size(), 1u);
+  EXPECT_EQ(findings[0].table, "plan_use");
+  EXPECT_EQ(findings[0].key, key.digest.ToHex());
+  ASSERT_OK(cache_->Repair());
+  EXPECT_THAT(cache_->Check(), IsOkAndHolds(IsEmpty()));
+  ASSERT_OK(cache_->CollectGarbage({.age_max = 5 * kDay}));
+  EXPECT_EQ(Has({key}), std::vector<bool>{false});
 }
 
 TEST_F(CacheGcTest, RootsStayWhateverTheirAgeAndSize) {

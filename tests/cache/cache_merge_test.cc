@@ -102,6 +102,25 @@ TEST_F(CacheMergeTest, AddsWhatIsMissingAndKeepsItsOrigin) {
   EXPECT_EQ(again.plans_added + again.programs_added + again.rejects_added, 0u);
 }
 
+// What is old where it comes from was wanted here just now.
+TEST_F(CacheMergeTest, JoiningCountsAsUse) {
+  PlanCache theirs = Open("theirs");
+  const PlanKey key = Put(1, &theirs);
+  PlanCacheOptions options = TestOptions(folder_.File("ours"));
+  int64_t now = options.clock() + 100 * kUseGrainSeconds;
+  options.clock = [&now] { return now; };
+  ASSERT_OK_AND_ASSIGN(PlanCache ours, PlanCache::Open(options));
+  ASSERT_OK(ours.MergeFrom(&theirs, {}));
+  now += 5 * kUseGrainSeconds;
+  ASSERT_OK(ours.CollectGarbage({.age_max = 10 * kUseGrainSeconds}));
+  EXPECT_THAT(ours.ContainsPlans({key.digest}),
+              IsOkAndHolds(std::vector<bool>{true}));
+  now += 10 * kUseGrainSeconds;
+  ASSERT_OK(ours.CollectGarbage({.age_max = 10 * kUseGrainSeconds}));
+  EXPECT_THAT(ours.ContainsPlans({key.digest}),
+              IsOkAndHolds(std::vector<bool>{false}));
+}
+
 TEST_F(CacheMergeTest, AConflictingProgramIsShownAndNothingIsStored) {
   PlanCache ours = Open("ours");
   PlanCache theirs = Open("theirs");

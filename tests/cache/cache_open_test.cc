@@ -111,7 +111,7 @@ TEST(CacheOpenTest, MarksTheFileAsKilns) {
   ASSERT_OK(PlanCache::Open(folder.path(), CacheMode::kReadWrite));
   const std::string bytes = ReadTestFile(folder.File("index.db"));
   EXPECT_EQ(bytes.substr(68, 4), "KILN");
-  EXPECT_EQ(bytes.substr(60, 4), std::string("\0\0\0\1", 4));
+  EXPECT_EQ(bytes.substr(60, 4), std::string("\0\0\0\2", 4));
 }
 
 TEST(CacheOpenTest, LeavesNothingButTheDatabaseBehind) {
@@ -250,6 +250,15 @@ void MakeDatabase(const std::string& path, const std::string& sql) {
   ASSERT_OK((*database)->Execute(sql));
 }
 
+// A cache's tables, and then `sql`.
+void MakeCache(const std::string& path, const std::string& sql) {
+  absl::StatusOr<std::unique_ptr<Database>> database =
+      Database::Open({.path = path});
+  ASSERT_OK(database);
+  ASSERT_OK(ApplySchema(0, kCacheSchemaVersion, database->get()));
+  ASSERT_OK((*database)->Execute(sql));
+}
+
 class CacheRefusalTest : public ::testing::TestWithParam<RefusalCase> {};
 
 TEST_P(CacheRefusalTest, NamesWhatWasFoundAndLeavesTheFileAlone) {
@@ -314,24 +323,30 @@ INSTANTIATE_TEST_SUITE_P(
                     }},
         RefusalCase{"NewerSchema",
                     absl::StatusCode::kFailedPrecondition,
-                    {"schema 7", "reads schema 1", "newer kiln"},
+                    {"schema 7", "reads schemas 1 to 2", "newer kiln"},
                     [](const std::string& path) {
-                      MakeDatabase(
-                          path, CacheSchemaSql() + "PRAGMA user_version = 7;");
+                      MakeCache(path, "PRAGMA user_version = 7;");
                     }},
-        RefusalCase{"OlderSchema",
+        RefusalCase{"SchemaBeforeTheFirst",
                     absl::StatusCode::kFailedPrecondition,
-                    {"schema 0", "reads schema 1"},
+                    {"schema 0", "reads schemas 1 to 2"},
                     [](const std::string& path) {
-                      MakeDatabase(
-                          path, CacheSchemaSql() + "PRAGMA user_version = 0;");
+                      MakeCache(path, "PRAGMA user_version = 0;");
+                    }},
+        RefusalCase{"OlderSchemaWithAlteredTables",
+                    absl::StatusCode::kDataLoss,
+                    {"table definitions", "schema 1"},
+                    [](const std::string& path) {
+                      MakeCache(path,
+                                "DROP TABLE plan_use;"
+                                "CREATE TABLE extra (a);"
+                                "PRAGMA user_version = 1;");
                     }},
         RefusalCase{"AlteredTables",
                     absl::StatusCode::kDataLoss,
                     {"table definitions"},
                     [](const std::string& path) {
-                      MakeDatabase(
-                          path, CacheSchemaSql() + "CREATE TABLE extra (a);");
+                      MakeCache(path, "CREATE TABLE extra (a);");
                     }},
         RefusalCase{"Folder",
                     absl::StatusCode::kFailedPrecondition,
@@ -400,40 +415,157 @@ TEST(CacheOpenTest, ReportsAFailingProbe) {
               StatusIs(absl::StatusCode::kUnavailable));
 }
 
-// The file as schema 1 wrote it must stay readable by every later build.
-// KILN_UPDATE_GOLDENS=1 writes it anew, for a schema that never shipped.
-TEST(CacheOpenTest, ReadsTheGoldenDatabaseOfSchema1) {
-  const std::string golden = SourcePath("tests/data/cache/index.v1.db");
+// A file of every schema version, as a build of that version wrote it (see
+// tests/data/cache/README.md). KILN_UPDATE_GOLDENS=1 writes that of this
+// version anew, for a schema that never shipped.
+class GoldenCacheTest : public ::testing::TestWithParam<int> {
+ protected:
+  static std::string Golden(int version) {
+    return SourcePath(absl::StrCat("tests/data/cache/index.v", version, ".db"));
+  }
+
+  static void ExpectContents(PlanCache* cache) {
+    EXPECT_THAT(cache->Check(), IsOkAndHolds(IsEmpty()));
+    ASSERT_OK_AND_ASSIGN(const std::vector<StoredPlan> plans,
+                         cache->ListPlans());
+    ASSERT_EQ(plans.size(), 1u);
+    EXPECT_EQ(plans[0].plan.body.Label(),
+              "fused_moe.cuda{tokens_tile=8,warps=4}");
+    EXPECT_EQ(plans[0].plan.evidence.median_ns, 41251.5);
+    ASSERT_EQ(plans[0].plan.programs.size(), 1u);
+    ASSERT_OK_AND_ASSIGN(const std::optional<Program> program,
+                         cache->FindProgram(plans[0].plan.programs[0]));
+    ASSERT_TRUE(program.has_value());
+    EXPECT_EQ(program->binary, MakeProgram(1).binary);
+    ASSERT_EQ(program->kernels.size(), 2u);
+    EXPECT_EQ(program->kernels[0].params.size(), 3u);
+    ASSERT_OK_AND_ASSIGN(const std::vector<Measurement> measurements,
+                         cache->LoadMeasurements(plans[0].key.digest));
+    EXPECT_TRUE(SameMeasurements(measurements, MakeMeasurements(1)));
+    ASSERT_OK_AND_ASSIGN(const std::optional<Reject> reject,
+                         cache->FindReject(MakeReject(1).key));
+    EXPECT_TRUE(reject.has_value());
+    ASSERT_OK_AND_ASSIGN(const CacheStats stats, cache->Stats());
+    EXPECT_EQ(stats.schema_version, kCacheSchemaVersion);
+  }
+};
+
+TEST_P(GoldenCacheTest, IsMigratedWithAllItHasAndStaysUsable) {
   const char* update = std::getenv("KILN_UPDATE_GOLDENS");
-  if (update != nullptr && std::string(update) == "1") {
+  if (update != nullptr && std::string(update) == "1" &&
+      GetParam() == kCacheSchemaVersion) {
     const ScratchFolder folder;
     Fill(folder.path());
-    std::filesystem::create_directories(
-        std::filesystem::path(golden).parent_path());
+    {
+      PlanCacheOptions options = TestOptions(folder.path());
+      const int64_t later = options.clock() + 2 * kUseGrainSeconds;
+      options.clock = [later] { return later; };
+      ASSERT_OK_AND_ASSIGN(PlanCache cache, PlanCache::Open(options));
+      const Plan plan = MakePlan(1, {MakeProgram(1).key.digest});
+      ASSERT_OK(cache.NoteUse({MakeTestPlanKey(plan).digest}));
+    }
     std::filesystem::copy_file(
-        folder.File("index.db"), golden,
+        folder.File("index.db"), Golden(GetParam()),
         std::filesystem::copy_options::overwrite_existing);
   }
   const ScratchFolder folder;
-  std::filesystem::copy_file(golden, folder.File("index.db"));
+  std::filesystem::copy_file(Golden(GetParam()), folder.File("index.db"));
+  for (const bool again : {false, true}) {
+    SCOPED_TRACE(again);
+    ASSERT_OK_AND_ASSIGN(PlanCache cache,
+                         PlanCache::Open(TestOptions(folder.path())));
+    EXPECT_THAT(cache.TakeWarnings(), IsEmpty());
+    ExpectContents(&cache);
+  }
   ASSERT_OK_AND_ASSIGN(PlanCache cache,
                        PlanCache::Open(TestOptions(folder.path())));
+  ASSERT_OK(cache.PutProgram(MakeProgram(3)));
+  const Plan plan = MakePlan(3, {MakeProgram(3).key.digest});
+  ASSERT_OK(cache.PutPlan(MakeTestPlanKey(plan), plan, MakeMeasurements(3)));
+  ASSERT_OK(cache.Repair());
   EXPECT_THAT(cache.Check(), IsOkAndHolds(IsEmpty()));
-  ASSERT_OK_AND_ASSIGN(const std::vector<StoredPlan> plans, cache.ListPlans());
-  ASSERT_EQ(plans.size(), 1u);
-  EXPECT_EQ(plans[0].plan.body.Label(),
-            "fused_moe.cuda{tokens_tile=8,warps=4}");
-  EXPECT_EQ(plans[0].plan.evidence.median_ns, 41251.5);
-  ASSERT_EQ(plans[0].plan.programs.size(), 1u);
-  ASSERT_OK_AND_ASSIGN(const std::optional<Program> program,
-                       cache.FindProgram(plans[0].plan.programs[0]));
-  ASSERT_TRUE(program.has_value());
-  EXPECT_EQ(program->binary, MakeProgram(1).binary);
-  ASSERT_EQ(program->kernels.size(), 2u);
-  EXPECT_EQ(program->kernels[0].params.size(), 3u);
-  ASSERT_OK_AND_ASSIGN(const std::vector<Measurement> measurements,
-                       cache.LoadMeasurements(plans[0].key.digest));
-  EXPECT_TRUE(SameMeasurements(measurements, MakeMeasurements(1)));
+}
+
+TEST_P(GoldenCacheTest, IsReadWithoutBeingTouched) {
+  const ScratchFolder folder;
+  std::filesystem::copy_file(Golden(GetParam()), folder.File("index.db"));
+  const auto before = Snapshot(folder.path());
+  {
+    ASSERT_OK_AND_ASSIGN(
+        PlanCache cache,
+        PlanCache::Open(TestOptions(folder.path(), CacheMode::kReadOnly)));
+    if (GetParam() < kCacheSchemaVersion) {
+      EXPECT_THAT(cache.TakeWarnings(),
+                  ElementsAre(AllOf(HasSubstr(folder.File("index.db")),
+                                    HasSubstr("older cache schema"))));
+    }
+    ExpectContents(&cache);
+    EXPECT_THAT(cache.PutProgram(MakeProgram(3)),
+                StatusIs(absl::StatusCode::kFailedPrecondition));
+  }
+  EXPECT_EQ(Snapshot(folder.path()), before);
+}
+
+TEST_P(GoldenCacheTest, JoinsACacheOfThisVersion) {
+  const ScratchFolder folder;
+  std::filesystem::copy_file(Golden(GetParam()), folder.File("index.db"));
+  ASSERT_OK_AND_ASSIGN(
+      PlanCache source,
+      PlanCache::Open(TestOptions(folder.path(), CacheMode::kReadOnly)));
+  const ScratchFolder other;
+  ASSERT_OK_AND_ASSIGN(PlanCache cache,
+                       PlanCache::Open(TestOptions(other.path())));
+  ASSERT_OK_AND_ASSIGN(const MergeReport report, cache.MergeFrom(&source, {}));
+  EXPECT_TRUE(report.stored);
+  EXPECT_THAT(report.skipped, IsEmpty());
+  ExpectContents(&cache);
+}
+
+INSTANTIATE_TEST_SUITE_P(Versions, GoldenCacheTest,
+                         ::testing::Range(1, kCacheSchemaVersion + 1));
+
+// A process that dies between two steps of a migration leaves the old version.
+TEST(CacheOpenTest, AMigrationThatFailsLeavesTheFileAsItWas) {
+  const ScratchFolder folder;
+  MakeDatabase(folder.File("index.db"), CacheSchemaFiles()[0].second);
+  {
+    ASSERT_OK_AND_ASSIGN(std::unique_ptr<Database> database,
+                         Database::Open({.path = folder.File("index.db")}));
+    ASSERT_OK_AND_ASSIGN(
+        Transaction transaction,
+        Transaction::Begin(database.get(), Transaction::Kind::kWrite));
+    ASSERT_OK(ApplySchema(1, kCacheSchemaVersion, database.get()));
+    EXPECT_THAT(database->QueryInteger("PRAGMA user_version"),
+                IsOkAndHolds(kCacheSchemaVersion));
+  }
+  ASSERT_OK_AND_ASSIGN(std::unique_ptr<Database> database,
+                       Database::Open({.path = folder.File("index.db")}));
+  EXPECT_THAT(database->QueryInteger("PRAGMA user_version"), IsOkAndHolds(1));
+  EXPECT_THAT(database->QueryInteger("SELECT count(*) FROM sqlite_schema "
+                                     "WHERE name = 'plan_use'"),
+              IsOkAndHolds(0));
+}
+
+TEST(CacheOpenTest, TheListOfColumnsIsThatOfTheTables) {
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Database> database,
+                       NewMemoryDatabase(kCacheSchemaVersion));
+  EXPECT_THAT(
+      database->QueryInteger("SELECT count(*) FROM sqlite_schema WHERE type = "
+                             "'table' AND name NOT LIKE 'sqlite%'"),
+      IsOkAndHolds(static_cast<int64_t>(kCacheTables.size())));
+  for (const TableShape& table : kCacheTables) {
+    ASSERT_OK_AND_ASSIGN(
+        Statement select,
+        database->Prepare("SELECT group_concat(name, ', ') FROM "
+                          "pragma_table_info(?1)"));
+    select.BindText(1, table.name);
+    ASSERT_OK_AND_ASSIGN(const bool found, select.Step());
+    ASSERT_TRUE(found);
+    EXPECT_EQ(
+        select.Bytes(0),
+        absl::StrCat(table.ids, table.ids.empty() ? "" : ", ", table.columns))
+        << table.name;
+  }
 }
 
 }  // namespace

@@ -325,6 +325,30 @@ TEST_F(PlanCacheTest, APredictedPlanNeverReplacesAMeasuredOne) {
   EXPECT_EQ(Count("measurement"), 3);
 }
 
+TEST_F(PlanCacheTest, PutPlansStoresAllOrNone) {
+  PlanCache cache = Open();
+  std::vector<NewPlan> plans;
+  for (uint64_t seed = 1; seed <= 3; ++seed) {
+    ASSERT_OK(cache.PutProgram(MakeProgram(seed)));
+    const Plan plan = MakePlan(seed, {MakeProgram(seed).key.digest});
+    plans.push_back({.key = MakeTestPlanKey(plan),
+                     .plan = plan,
+                     .measurements = MakeMeasurements(seed)});
+  }
+  const Plan broken = MakePlan(4, {MakeProgram(4).key.digest});
+  plans.push_back({.key = MakeTestPlanKey(broken), .plan = broken});
+  EXPECT_THAT(cache.PutPlans(plans),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr(MakeProgram(4).key.digest.ToHex())));
+  EXPECT_EQ(Count("plan"), 0);
+  plans.pop_back();
+  ASSERT_OK(cache.PutPlans(plans));
+  EXPECT_EQ(Count("plan"), 3);
+  ASSERT_OK_AND_ASSIGN(const std::vector<Measurement> measurements,
+                       cache.LoadMeasurements(plans[1].key.digest));
+  EXPECT_TRUE(SameMeasurements(measurements, MakeMeasurements(2)));
+}
+
 TEST_F(PlanCacheTest, ListsPlansByKey) {
   PlanCache cache = Open();
   ASSERT_OK(cache.PutProgram(MakeProgram(1)));
@@ -566,13 +590,13 @@ TEST_F(PlanCacheTest, StatsCountRowsAndBytesOfEachTable) {
   EXPECT_EQ(stats.schema_version, kCacheSchemaVersion);
   EXPECT_EQ(stats.bytes,
             static_cast<int64_t>(std::filesystem::file_size(stats.path)));
-  ASSERT_EQ(stats.tables.size(), 9u);
+  ASSERT_EQ(stats.tables.size(), 10u);
   EXPECT_EQ(stats.tables[0].name, "blob");
   EXPECT_EQ(stats.tables[0].rows, 2);
   EXPECT_GT(stats.tables[0].bytes, 100000);
-  EXPECT_EQ(stats.tables[6].name, "program");
-  EXPECT_EQ(stats.tables[6].rows, 2);
-  EXPECT_LT(stats.tables[6].bytes, 50000);
+  EXPECT_EQ(stats.tables[7].name, "program");
+  EXPECT_EQ(stats.tables[7].rows, 2);
+  EXPECT_LT(stats.tables[7].bytes, 50000);
   int64_t sum = 0;
   for (const TableStats& table : stats.tables) sum += table.bytes;
   EXPECT_LE(sum, stats.bytes);

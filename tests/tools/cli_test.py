@@ -971,6 +971,38 @@ class CareTest(CliTest):
             self.refuse(USAGE, "--shard", shard, args=[
                 "prewarm", SMALL, *CPU, f"--shard={shard}"])
 
+    def looks(self):
+        """Commands that only look."""
+        return [["plan", SMALL, *CPU],
+                ["explain", SMALL, *CPU, "--entry", "moe", "--tokens", "3"],
+                ["cache", "stats"], ["replay"], ["doctor"],
+                ["report", "-o", SCRATCH / "look.html"],
+                ["cache", "gc", "--max-age", "0", "--dry-run"],
+                ["cache", "export", SMALL, *CPU, "-o", SCRATCH / "look.out"]]
+
+    def test_looking_touches_nothing(self):
+        def snapshot():
+            folder = SCRATCH / "cache"
+            return {path.name: (path.stat().st_mtime_ns, path.stat().st_ino,
+                                path.read_bytes())
+                    for path in folder.iterdir()}, folder.stat().st_mtime_ns
+        before = snapshot()
+        for command in self.looks():
+            result = kiln(*command)
+            self.assertEqual(result.code, DONE, f"{command} {result}")
+            self.assertEqual(snapshot(), before, command)
+
+    def test_looking_for_a_cache_makes_none(self):
+        for command in self.looks():
+            kiln(*command, cache="never made")
+            self.assertFalse((SCRATCH / "never made").exists(), command)
+
+    def test_a_merge_with_a_missing_source_takes_none(self):
+        self.expect(kiln("cache", "merge", SCRATCH / "cache",
+                         SCRATCH / "nowhere", cache="joined3"),
+                    FAILED, "nowhere")
+        self.assertFalse((SCRATCH / "joined3").exists())
+
     def test_merge_needs_a_cache_to_take_from(self):
         self.expect(kiln("cache", "merge", SCRATCH / "nowhere",
                          cache="joined2"), FAILED, "nowhere")

@@ -743,6 +743,64 @@ TEST_F(PrewarmTest, ShardsJoinToWhatOneRunMakes) {
   EXPECT_EQ(frozen.plans, 3u);
 }
 
+// Without a race nothing is left to chance: the joined shards are the unsharded
+// cache, and freeze to the same bytes.
+TEST_F(PrewarmTest, PredictedShardsJoinToTheSameBundle) {
+  constexpr int kShards = 3;
+  const std::string text =
+      absl::StrReplaceAll(kManifest, {{"[1, 4]", "[1, 2, 4, 6]"}});
+  ScratchFolder scratch;
+  PrewarmOptions options = SmallOptions();
+  options.compile_only = true;
+  ASSERT_OK(RunPrewarm(scratch.File("whole"), options, CacheMode::kReadWrite,
+                       nullptr, text));
+  {
+    ASSERT_OK_AND_ASSIGN(
+        PlanCache joined,
+        PlanCache::Open(scratch.File("joined"), CacheMode::kReadWrite));
+    for (int shard = 0; shard < kShards; ++shard) {
+      PrewarmOptions part = options;
+      part.shard_index = shard;
+      part.shard_count = kShards;
+      const std::string folder = scratch.File(absl::StrCat("part", shard));
+      ASSERT_OK(RunPrewarm(folder, part, CacheMode::kReadWrite, nullptr, text));
+      ASSERT_OK_AND_ASSIGN(PlanCache source,
+                           PlanCache::Open(folder, CacheMode::kReadOnly));
+      ASSERT_OK_AND_ASSIGN(const MergeReport merged,
+                           joined.MergeFrom(&source, {}));
+      EXPECT_TRUE(merged.stored);
+    }
+  }
+  const auto contents = [&](const std::string& folder) {
+    std::map<Digest, std::string> found;  // by key
+    absl::StatusOr<PlanCache> cache =
+        PlanCache::Open(scratch.File(folder), CacheMode::kReadOnly);
+    EXPECT_OK(cache);
+    absl::StatusOr<std::vector<StoredPlan>> plans = cache->ListPlans();
+    EXPECT_OK(plans);
+    for (const StoredPlan& stored : *plans) {
+      found[stored.key.digest] = PlanToJson(stored.plan);
+      for (const Digest& key : stored.plan.programs) {
+        absl::StatusOr<std::optional<Program>> program =
+            cache->FindProgram(key);
+        EXPECT_OK(program);
+        EXPECT_TRUE(program->has_value());
+        found[key] = (*program)->binary;
+      }
+    }
+    return found;
+  };
+  EXPECT_EQ(contents("joined"), contents("whole"));
+  EXPECT_GE(contents("whole").size(), 5u);
+  ASSERT_OK_AND_ASSIGN(const FreezeResult whole,
+                       RunFreeze(scratch.File("whole"), options, true,
+                                 CacheMode::kReadOnly, text));
+  ASSERT_OK_AND_ASSIGN(const FreezeResult joined,
+                       RunFreeze(scratch.File("joined"), options, true,
+                                 CacheMode::kReadOnly, text));
+  EXPECT_EQ(joined.bytes, whole.bytes);
+}
+
 TEST_F(PrewarmTest, ADamagedFileIsRepairedOnceAndTheRunGoesOn) {
   ScratchFolder scratch;
   std::filesystem::copy(warm_->path(), scratch.path(),

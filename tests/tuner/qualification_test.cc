@@ -66,14 +66,15 @@ TEST(QualificationTest, MalformedReceiptsAreRefused) {
       {"\"name\"", "\"nom\"", "\"name\" is no string"},
       {"{\"schema\"", "{{\"schema\"", "invalid JSON"},
   };
+
   for (const auto& c : cases) {
     std::string text = kReceipt;
     const size_t at = text.find(c.from);
     ASSERT_NE(at, std::string::npos) << c.from;
     text.replace(at, std::string(c.from).size(), c.to);
-    EXPECT_THAT(ParseReceipt(text, "r.json"),
-                StatusIs(absl::StatusCode::kInvalidArgument,
-                         HasSubstr(c.message)))
+    EXPECT_THAT(
+        ParseReceipt(text, "r.json"),
+        StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(c.message)))
         << c.to;
   }
 }

@@ -82,9 +82,61 @@ TEST(WriteFileAtomicallyTest, ReplacesTheFileAndLeavesNothingElse) {
   ASSERT_OK(WriteFileAtomically(folder.File("f"), "new"));
   EXPECT_THAT(ReadFile(folder.File("f"), 100), IsOkAndHolds("new"));
   EXPECT_THAT(NamesIn(folder.path()), ElementsAre("f"));
-  struct stat info;
-  ASSERT_EQ(stat(folder.File("f").c_str(), &info), 0);
-  EXPECT_EQ(info.st_mode & 0777, 0644u);
+}
+
+mode_t ModeOf(const std::string& path) {
+  struct stat info = {};
+  EXPECT_EQ(stat(path.c_str(), &info), 0);
+  return info.st_mode & 07777;
+}
+
+TEST(WriteFileAtomicallyTest, ANewFileFollowsTheUmaskAndAnOldOneKeepsItsMode) {
+  const ScratchFolder folder;
+  const mode_t before = umask(027);
+  EXPECT_OK(WriteFileAtomically(folder.File("new"), "x"));
+  umask(002);
+  EXPECT_OK(WriteFileAtomically(folder.File("shared"), "x"));
+  EXPECT_OK(MakeDirectories(folder.File("sub/sub")));
+  umask(before);
+  EXPECT_EQ(ModeOf(folder.File("new")), 0640u);
+  EXPECT_EQ(ModeOf(folder.File("shared")), 0664u);
+  EXPECT_EQ(ModeOf(folder.File("sub/sub")), 0775u);
+  ASSERT_EQ(chmod(folder.File("new").c_str(), 0600), 0);
+  EXPECT_OK(WriteFileAtomically(folder.File("new"), "y"));
+  EXPECT_EQ(ModeOf(folder.File("new")), 0600u);
+}
+
+TEST(WriteFileAtomicallyTest, ReplacesWhatASymbolicLinkPointsTo) {
+  const ScratchFolder folder;
+  ASSERT_OK(MakeDirectories(folder.File("there")));
+  ASSERT_OK(WriteFileAtomically(folder.File("there/f"), "old"));
+  std::filesystem::create_symlink("there/f", folder.File("link"));
+  ASSERT_OK(WriteFileAtomically(folder.File("link"), "new"));
+  EXPECT_TRUE(std::filesystem::is_symlink(folder.File("link")));
+  EXPECT_THAT(ReadFile(folder.File("there/f"), 100), IsOkAndHolds("new"));
+  EXPECT_THAT(NamesIn(folder.File("there")), ElementsAre("f"));
+
+  std::filesystem::create_symlink("nowhere/f", folder.File("dangling"));
+  EXPECT_THAT(WriteFileAtomically(folder.File("dangling"), "x"),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("is a symbolic link that cannot be")));
+  EXPECT_TRUE(std::filesystem::is_symlink(folder.File("dangling")));
+}
+
+TEST(PendingFileTest, WithoutCommitTheOldFileStands) {
+  const ScratchFolder folder;
+  ASSERT_OK(WriteFileAtomically(folder.File("f"), "old"));
+  {
+    PendingFile file(folder.File("f"));
+    EXPECT_OK(file.Append("new"));
+  }
+  EXPECT_THAT(ReadFile(folder.File("f"), 100), IsOkAndHolds("old"));
+  EXPECT_THAT(NamesIn(folder.path()), ElementsAre("f"));
+  PendingFile file(folder.File("f"));
+  EXPECT_OK(file.Append("in "));
+  EXPECT_OK(file.Append("pieces"));
+  EXPECT_OK(file.Commit());
+  EXPECT_THAT(ReadFile(folder.File("f"), 100), IsOkAndHolds("in pieces"));
 }
 
 TEST(WriteFileAtomicallyTest, KeepsTheOldFileWhenTheDiskIsFull) {

@@ -1,5 +1,6 @@
--- Schema 1 of the plan cache (index.db). Run once, in one transaction, on an
--- empty file. README.md says what each table is for.
+-- Schema 1 of the plan cache (index.db), run on an empty file; the files behind
+-- it are run on top. README.md says what each table is for, and how to add to
+-- them. Never edited: files of this schema exist.
 --
 -- Every row carries row_digest: SHA-256 over the canonical encoding of its
 -- other columns (row_codec.h). Keys are SHA-256 values over their pre-image.
