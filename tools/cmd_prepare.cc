@@ -30,13 +30,13 @@ absl::StatusOr<int> RunPrepare(const GlobalOptions& global,
     nlohmann::ordered_json out;
     out["file"] = prepared.path;
     out["bytes"] = prepared.bytes;
-    out["geometry"] = prepared.geometry.ToString();
+    out["geometry"] = prepared.description;
     PrintJson(out, 1);
     return kExitDone;
   }
   std::printf("%s  %s  %s\n", prepared.path.c_str(),
               FormatBytes(prepared.bytes).c_str(),
-              prepared.geometry.ToString().c_str());
+              prepared.description.c_str());
   return kExitDone;
 }
 

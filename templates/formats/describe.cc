@@ -9,7 +9,9 @@
 #include "absl/strings/str_join.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
+#include "templates/formats/btx_layer.h"
 #include "templates/formats/checkpoint.h"
+#include "templates/formats/qsrt_layer.h"
 #include "templates/formats/routed_experts.h"
 
 namespace kiln {
@@ -30,6 +32,12 @@ std::string NameOfFolder(std::string folder) {
   return name;
 }
 
+std::vector<uint32_t> Capacities() {
+  std::vector<uint32_t> capacities;
+  for (uint32_t c = 1; c <= kCapacityLast; c *= 2) capacities.push_back(c);
+  return capacities;
+}
+
 // Requests of the checkpoint's layers, without the folder in messages.
 absl::StatusOr<std::vector<Request>> MakeRequests(const Checkpoint& checkpoint,
                                                   const ModelConfig& config,
@@ -48,9 +56,7 @@ absl::StatusOr<std::vector<Request>> MakeRequests(const Checkpoint& checkpoint,
   geometry.experts = config.experts;
   geometry.top_k = config.top_k;
   geometry.io_dtype = config.io_dtype;
-  std::vector<uint32_t> capacities;
-  for (uint32_t c = 1; c <= kCapacityLast; c *= 2) capacities.push_back(c);
-
+  const std::vector<uint32_t> capacities = Capacities();
   std::vector<Request> requests;
   std::map<RequestGeometry, size_t> positions;
   for (const int64_t layer : layers) {
@@ -73,13 +79,124 @@ absl::StatusOr<std::vector<Request>> MakeRequests(const Checkpoint& checkpoint,
   return requests;
 }
 
+absl::StatusOr<std::vector<Request>> DescribeExl3(const std::string& folder,
+                                                  int64_t ranks) {
+  ASSIGN_OR_RETURN(const ModelConfig config, ReadModelConfig(folder));
+  absl::StatusOr<int64_t> intermediate =
+      IntermediatePerRank(config.intermediate, ranks);
+  if (!intermediate.ok()) return Annotate(intermediate.status(), folder);
+  ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::Open(folder));
+  absl::StatusOr<std::vector<Request>> requests =
+      MakeRequests(checkpoint, config, *intermediate);
+  if (!requests.ok()) return Annotate(requests.status(), folder);
+  return requests;
+}
+
+// The layers of config.json and those of the container are the same.
+absl::Status CheckBtxAgainstConfig(const BtxManifest& manifest,
+                                   const ModelConfig& config) {
+  const std::pair<const char*, std::pair<int64_t, int64_t>> sizes[] = {
+      {"hidden_size", {manifest.hidden, config.hidden}},
+      {"intermediate_size", {manifest.intermediate, config.intermediate}},
+      {"num_experts", {manifest.experts, config.experts}}};
+  for (const auto& [name, values] : sizes) {
+    if (values.first == values.second) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(kBtxManifestName, " has the ", name, " ", values.first,
+                     ", config.json has ", values.second));
+  }
+  for (const auto& [layer, entry] : manifest.layers) {
+    const auto has = [layer = layer](const std::vector<int64_t>& layers) {
+      return std::binary_search(layers.begin(), layers.end(), layer);
+    };
+    if (has(config.moe_layers) || has(config.extra_layers)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(kBtxManifestName, " has layer ", layer,
+                     ", which has no routed experts by config.json"));
+  }
+  for (const int64_t layer : config.moe_layers) {
+    if (manifest.layers.count(layer) != 0) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(kBtxManifestName, " lacks layer ", layer,
+                     ", which has routed experts by config.json"));
+  }
+  return absl::OkStatus();
+}
+
+// The tensor that shows why a layer is not served.
+absl::string_view TensorConcerned(const BtxManifest& manifest) {
+  return manifest.pairs()   ? "rates_fc1"
+         : manifest.coupled ? "rotation_draws"
+                            : "atoms";
+}
+
+absl::StatusOr<std::vector<Request>> DescribeBtx(const std::string& folder,
+                                                 int64_t ranks) {
+  ASSIGN_OR_RETURN(const BtxManifest manifest, ReadBtxManifest(folder));
+  RETURN_IF_ERROR(Annotate(
+      IntermediatePerRank(manifest.intermediate, ranks).status(), folder));
+  std::string first_path;
+  for (const auto& [number, entry] : manifest.layers) {
+    ASSIGN_OR_RETURN(const BtxLayer layer,
+                     BtxLayer::Open(folder, manifest, number));
+    if (first_path.empty()) first_path = layer.path();
+  }
+  RequestGeometry geometry;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const auto served = [&]() -> absl::StatusOr<RequestGeometry> {
+      if (manifest.pairs()) return PairsAreNotServed();
+      ASSIGN_OR_RETURN(const TrellisExtent extent,
+                       ExtentOfRank(manifest.intermediate, rank, ranks));
+      ASSIGN_OR_RETURN(const TrellisLayout layout,
+                       BtxLayoutOf(manifest, extent));
+      return ServedGeometry(layout);
+    }();
+    if (!served.ok()) {
+      return Annotate(served.status(),
+                      absl::StrCat(first_path, ": tensor \"",
+                                   TensorConcerned(manifest), "\""));
+    }
+    geometry = *served;
+  }
+  ASSIGN_OR_RETURN(const ModelConfig config,
+                   ReadModelConfig(folder, Quantization::kElsewhere));
+  RETURN_IF_ERROR(Annotate(CheckBtxAgainstConfig(manifest, config), folder));
+  geometry.top_k = config.top_k;
+  geometry.io_dtype = config.io_dtype;
+  Request request;
+  request.name = "moe";
+  request.geometry = geometry;
+  request.capacities = Capacities();
+  for (const auto& [number, entry] : manifest.layers) {
+    request.layers.push_back(number);
+  }
+  return std::vector<Request>{request};
+}
+
+// Understood, and never served: says why, by the first layer.
+absl::Status RefuseQsrt(const std::string& folder, int64_t first_layer) {
+  ASSIGN_OR_RETURN(const QsrtLayer layer, QsrtLayer::Open(folder, first_layer));
+  return Annotate(
+      PairsAreNotServed(),
+      absl::StrCat(layer.path(), ": tensor \"_qsrt_format_section\""));
+}
+
+absl::StatusOr<std::vector<Request>> DescribeLayers(const std::string& folder,
+                                                    int64_t ranks) {
+  if (IsBtxFolder(folder)) return DescribeBtx(folder, ranks);
+  const std::vector<int64_t> qsrt = QsrtLayersIn(folder);
+  if (!qsrt.empty()) return RefuseQsrt(folder, qsrt.front());
+  return DescribeExl3(folder, ranks);
+}
+
 }  // namespace
 
-absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& folder) {
+absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& folder,
+                                            Quantization quantization) {
   const std::string path = absl::StrCat(folder, "/config.json");
   ASSIGN_OR_RETURN(const std::string text,
                    ReadFile(path, kModelConfigBytesMax));
-  return ParseModelConfig(text, path);
+  return ParseModelConfig(text, path, quantization);
 }
 
 absl::StatusOr<int64_t> IntermediatePerRank(int64_t intermediate,
@@ -105,17 +222,11 @@ absl::StatusOr<int64_t> IntermediatePerRank(int64_t intermediate,
 
 absl::StatusOr<Manifest> DescribeCheckpoint(const std::string& folder,
                                             const DescribeOptions& options) {
-  ASSIGN_OR_RETURN(const ModelConfig config, ReadModelConfig(folder));
-  absl::StatusOr<int64_t> intermediate =
-      IntermediatePerRank(config.intermediate, options.tensor_parallel);
-  if (!intermediate.ok()) return Annotate(intermediate.status(), folder);
-  ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::Open(folder));
-  absl::StatusOr<std::vector<Request>> requests =
-      MakeRequests(checkpoint, config, *intermediate);
-  if (!requests.ok()) return Annotate(requests.status(), folder);
+  ASSIGN_OR_RETURN(std::vector<Request> requests,
+                   DescribeLayers(folder, options.tensor_parallel));
   Manifest manifest;
   manifest.name = NameOfFolder(folder);
-  manifest.requests = *std::move(requests);
+  manifest.requests = std::move(requests);
   // The parser has the last word on what a manifest may hold.
   absl::StatusOr<Manifest> parsed =
       ParseManifest(ManifestToJson(manifest), "manifest");

@@ -234,7 +234,8 @@ absl::Status ReadQuantization(absl::string_view file, const JsonNode& root,
 }  // namespace
 
 absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
-                                             absl::string_view file) {
+                                             absl::string_view file,
+                                             Quantization quantization) {
   ASSIGN_OR_RETURN(const JsonNode root, ParseJson(text, file));
   if (root.kind != JsonNode::Kind::kObject) {
     return JsonError(
@@ -252,7 +253,9 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
   config.model_type = type->text;
   ASSIGN_OR_RETURN(const Family* family, FindFamily(file, node, type->text));
   config.naming = *family->naming;
-  RETURN_IF_ERROR(ReadQuantization(file, root, &config));
+  if (quantization == Quantization::kExl3) {
+    RETURN_IF_ERROR(ReadQuantization(file, root, &config));
+  }
   ASSIGN_OR_RETURN(config.hidden, reader.Integer("hidden_size", 1, kHiddenMax));
   ASSIGN_OR_RETURN(config.intermediate, reader.Integer(family->intermediate_key,
                                                        1, kIntermediateMax));

@@ -45,13 +45,20 @@ struct ModelConfig {
   std::optional<Codebook> codebook;
 };
 
+// Whether "quantization_config" speaks of the experts.
+enum class Quantization {
+  kExl3,      // it does, and must be that of EXL3
+  kElsewhere  // the experts are in a container that says itself what it holds
+};
+
 // Reads a config.json. Keys that say nothing about routed experts are ignored;
 // a model with a vision tower has its own under "text_config".
 //   Errors: InvalidArgument "file:line:column: ..." for a missing or impossible
 //   value; FailedPrecondition, with the reason, for a model that is understood
 //   but not served.
-absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
-                                             absl::string_view file);
+absl::StatusOr<ModelConfig> ParseModelConfig(
+    absl::string_view text, absl::string_view file,
+    Quantization quantization = Quantization::kExl3);
 
 }  // namespace kiln
 

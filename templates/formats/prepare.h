@@ -8,7 +8,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "compiler/spec/request.h"
+#include "templates/formats/trellis_layout.h"
 
 namespace kiln {
 
@@ -21,14 +21,18 @@ struct PrepareOptions {
 
 struct PreparedLayer {
   std::string path;
-  uint64_t bytes = 0;        // of the file
-  RequestGeometry geometry;  // with the rank's intermediate size
+  uint64_t bytes = 0;       // of the file
+  TrellisLayout layout;     // with the rank's intermediate size
+  std::string description;  // one line for people
 };
 
 // Writes `output`/layer-00003.safetensors, or with several ranks
 // layer-00003-rank-0-of-2.safetensors, and creates the folder. The tensors have
 // the names and shapes of the op's weight slots; metadata says layer, rank,
-// codebook and top_k. Readers see no file or the whole one.
+// codebook and, where config.json gives it, top_k. A layer of pair rates also
+// has its rate bytes, rates_fc1 and rates_fc2; its ranks are its parts of 256
+// channels. Readers see no file or the whole one.
+//   folder: a BTX or QSRT checkpoint, or else an EXL3 one with a config.json.
 //   Errors: those of reading the checkpoint, each with a path; InvalidArgument
 //   for a layer without routed experts; those of writing a file.
 absl::StatusOr<PreparedLayer> PrepareLayer(const std::string& folder,

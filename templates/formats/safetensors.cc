@@ -189,19 +189,23 @@ absl::Status CheckExtent(const SafetensorsTensor& tensor, uint64_t data_bytes) {
   return absl::OkStatus();
 }
 
-absl::Status CheckMetadata(absl::string_view text) {
+absl::StatusOr<std::map<std::string, std::string>> ReadMetadata(
+    absl::string_view text) {
   ASSIGN_OR_RETURN(const JsonNode node, ParseJson(text, "__metadata__"));
   if (node.kind != JsonNode::Kind::kObject) {
     return absl::InvalidArgumentError(absl::StrCat(
         "\"__metadata__\" must be an object, found ", JsonExcerpt(node)));
   }
+  std::map<std::string, std::string> metadata;
   for (const JsonNode::Member& member : node.members) {
-    if (member.value.kind == JsonNode::Kind::kString) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("\"__metadata__\": ", JsonQuote(member.key),
-                     " must be a string, found ", JsonExcerpt(member.value)));
+    if (member.value.kind != JsonNode::Kind::kString) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("\"__metadata__\": ", JsonQuote(member.key),
+                       " must be a string, found ", JsonExcerpt(member.value)));
+    }
+    metadata.emplace(member.key, member.value.text);
   }
-  return absl::OkStatus();
+  return metadata;
 }
 
 // Reads exactly `bytes` bytes at `offset`.
@@ -270,7 +274,7 @@ absl::Status SafetensorsHeader::Scan(uint64_t data_bytes) {
         }
         has_metadata = true;
         ASSIGN_OR_RETURN(const absl::string_view value, scanner.Value());
-        RETURN_IF_ERROR(CheckMetadata(value));
+        ASSIGN_OR_RETURN(metadata_, ReadMetadata(value));
         continue;
       }
       if (!names.insert(name).second) {
@@ -393,6 +397,12 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(const std::string& path) {
 
 absl::StatusOr<std::span<const uint8_t>> SafetensorsFile::Bytes(
     const SafetensorsTensor& tensor) {
+  ASSIGN_OR_RETURN(const std::span<const uint8_t> bytes, FileBytes());
+  KILN_CHECK(tensor.end <= file_bytes_ - data_begin_);
+  return bytes.subspan(data_begin_ + tensor.begin, tensor.bytes());
+}
+
+absl::StatusOr<std::span<const uint8_t>> SafetensorsFile::FileBytes() {
   if (map_ == nullptr) {
     struct stat info;
     if (fstat(fd_, &info) != 0) return ErrnoStatus(errno, "cannot stat", path_);
@@ -405,9 +415,7 @@ absl::StatusOr<std::span<const uint8_t>> SafetensorsFile::Bytes(
     if (map == MAP_FAILED) return ErrnoStatus(errno, "cannot map", path_);
     map_ = static_cast<const uint8_t*>(map);
   }
-  KILN_CHECK(tensor.end <= file_bytes_ - data_begin_);
-  return std::span<const uint8_t>(map_ + data_begin_ + tensor.begin,
-                                  tensor.bytes());
+  return std::span<const uint8_t>(map_, file_bytes_);
 }
 
 std::string MakeSafetensorsHead(

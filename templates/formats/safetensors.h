@@ -88,12 +88,21 @@ class SafetensorsHeader {
   // In the order of their bytes.
   const std::vector<SafetensorsTensor>& tensors() const { return tensors_; }
 
+  // "__metadata__": empty where the header has none.
+  const std::map<std::string, std::string>& metadata() const {
+    return metadata_;
+  }
+
+  // The header as it stands in the file.
+  absl::string_view text() const { return *text_; }
+
  private:
   absl::Status Scan(uint64_t data_bytes);
 
   std::unique_ptr<const std::string> text_;
   std::unique_ptr<std::deque<std::string>> decoded_;
   std::vector<SafetensorsTensor> tensors_;
+  std::map<std::string, std::string> metadata_;
 };
 
 // One open file. The header is read when it is opened; tensors are mapped when
@@ -117,6 +126,9 @@ class SafetensorsFile {
   // as any mapped file; one whose size changed before is FailedPrecondition.
   absl::StatusOr<std::span<const uint8_t>> Bytes(
       const SafetensorsTensor& tensor);
+
+  // The bytes of the whole file, for digests; as Bytes.
+  absl::StatusOr<std::span<const uint8_t>> FileBytes();
 
  private:
   SafetensorsFile() = default;

@@ -10,21 +10,26 @@
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
 #include "templates/formats/describe.h"
+#include "templates/fused_moe/trellis_matrix.h"
 
 namespace kiln {
 namespace {
 
-constexpr uint64_t kTileEdge = 16;
+constexpr uint64_t kTile = kTileEdge;
 constexpr size_t kGate = 0;
 constexpr size_t kUp = 1;
 constexpr size_t kDown = 2;
 
+bool IsTrellis(FusedMoeParam slot) {
+  return slot == FusedMoeParam::kWGate || slot == FusedMoeParam::kWUp ||
+         slot == FusedMoeParam::kWDown;
+}
+
 class Exl3Source : public TrellisSource {
  public:
-  Exl3Source(const RequestGeometry& geometry,
-             std::vector<ExpertMatrices> experts, const TrellisExtent& extent,
-             Checkpoint* checkpoint)
-      : TrellisSource(geometry),
+  Exl3Source(TrellisLayout layout, std::vector<ExpertMatrices> experts,
+             const TrellisExtent& extent, Checkpoint* checkpoint)
+      : TrellisSource(std::move(layout)),
         experts_(std::move(experts)),
         extent_(extent),
         checkpoint_(checkpoint) {}
@@ -36,11 +41,11 @@ class Exl3Source : public TrellisSource {
     const auto begin = static_cast<uint64_t>(extent_.begin);
     switch (slot) {
       case FusedMoeParam::kWGate:
-        return ReadTiles(matrices[kGate], row, begin / kTileEdge, out);
+        return ReadTiles(matrices[kGate], row, begin / kTile, out);
       case FusedMoeParam::kWUp:
-        return ReadTiles(matrices[kUp], row, begin / kTileEdge, out);
+        return ReadTiles(matrices[kUp], row, begin / kTile, out);
       case FusedMoeParam::kWDown:
-        return ReadTiles(matrices[kDown], begin / kTileEdge + row, 0, out);
+        return ReadTiles(matrices[kDown], begin / kTile + row, 0, out);
       case FusedMoeParam::kGateSuh:
         return ReadScales(matrices[kGate], true, 0, out);
       case FusedMoeParam::kUpSuh:
@@ -91,46 +96,56 @@ class Exl3Source : public TrellisSource {
 }  // namespace
 
 SafetensorsTensor TrellisSource::Tensor(FusedMoeParam slot) const {
-  const auto h = static_cast<uint64_t>(geometry_.hidden);
-  const auto i = static_cast<uint64_t>(geometry_.intermediate);
-  const auto experts = static_cast<uint64_t>(geometry_.experts);
-  const Bits& bits = geometry_.weights.bits;
+  const auto h = static_cast<uint64_t>(layout_.hidden);
+  const auto i = static_cast<uint64_t>(layout_.intermediate);
+  const auto experts = static_cast<uint64_t>(layout_.experts);
+  const Bits& bits = layout_.bits;
   SafetensorsTensor tensor;
   const auto trellis = [&](absl::string_view name, uint64_t in, uint64_t out,
-                           int rate) {
+                           int rate, const std::vector<uint8_t>& pairs) {
     tensor.name = name;
     tensor.type = StoredType::kI16;
     tensor.rank = 4;
-    tensor.dims = {experts, in / kTileEdge, out / kTileEdge,
-                   kTileEdge * static_cast<uint64_t>(rate)};
+    tensor.dims = {experts, in / kTile, out / kTile,
+                   kTile * static_cast<uint64_t>(rate)};
+    if (pairs.empty()) return;
+    uint64_t rates = 0;
+    for (const uint8_t pair : pairs) {
+      const PairRate rate_pair = PairRate::FromByte(pair);
+      rates += static_cast<uint64_t>(rate_pair.low + rate_pair.high);
+    }
+    tensor.rank = 1;
+    tensor.dims = {in / kTile * (out / kTile) / 2 * kTile * rates};
   };
-  const auto table = [&](absl::string_view name, uint64_t channels) {
+  const auto table = [&](absl::string_view name, uint64_t rows,
+                         uint64_t channels) {
     tensor.name = name;
     tensor.type = StoredType::kF16;
     tensor.rank = 2;
-    tensor.dims = {experts, channels};
+    tensor.dims = {rows, channels};
   };
+  const uint64_t scale_rows = layout_.shared_scales ? 1 : experts;
   switch (slot) {
     case FusedMoeParam::kWGate:
-      trellis("w_gate", h, i, bits.gate);
+      trellis("w_gate", h, i, bits.gate, layout_.rates_fc1);
       break;
     case FusedMoeParam::kWUp:
-      trellis("w_up", h, i, bits.up);
+      trellis("w_up", h, i, bits.up, layout_.rates_fc1);
       break;
     case FusedMoeParam::kWDown:
-      trellis("w_down", i, h, bits.down);
+      trellis("w_down", i, h, bits.down, layout_.rates_fc2);
       break;
     case FusedMoeParam::kGateSuh:
-      table("gate_suh", h);
+      table("gate_suh", scale_rows, h);
       break;
     case FusedMoeParam::kUpSuh:
-      table("up_suh", h);
+      table("up_suh", scale_rows, h);
       break;
     case FusedMoeParam::kRotations:
-      table("rotations", 3 * i);
+      table("rotations", experts, (layout_.coupled ? 6 : 3) * i);
       break;
     case FusedMoeParam::kDownSvh:
-      table("down_svh", h);
+      table("down_svh", scale_rows, h);
       break;
     default:
       KILN_UNREACHABLE();
@@ -140,30 +155,73 @@ SafetensorsTensor TrellisSource::Tensor(FusedMoeParam slot) const {
   return tensor;
 }
 
+uint64_t TrellisSource::RowBytes(FusedMoeParam slot, uint64_t expert,
+                                 uint64_t row) const {
+  const auto h = static_cast<uint64_t>(layout_.hidden);
+  const auto i = static_cast<uint64_t>(layout_.intermediate);
+  if (slot == FusedMoeParam::kRotations) {
+    return (layout_.coupled ? 6 : 3) * i * sizeof(uint16_t);
+  }
+  if (!IsTrellis(slot)) return h * sizeof(uint16_t);
+  constexpr uint64_t kRecordTiles = kRecordChannels / kTileEdge;
+  const bool down = slot == FusedMoeParam::kWDown;
+  // Tiles times bits of each.
+  uint64_t rates = 0;
+  if (!layout_.pairs()) {
+    const Bits& bits = layout_.bits;
+    const int rate = down                          ? bits.down
+                     : slot == FusedMoeParam::kWUp ? bits.up
+                                                   : bits.gate;
+    rates = (down ? h : i) / kTile * static_cast<uint64_t>(rate);
+  } else if (down) {
+    const PairRate rate = PairRate::FromByte(layout_.rates_fc2[expert]);
+    rates = h / kTile *
+            static_cast<uint64_t>(row < kRecordTiles ? rate.low : rate.high);
+  } else {
+    const PairRate rate = PairRate::FromByte(layout_.rates_fc1[expert]);
+    rates = kRecordTiles * static_cast<uint64_t>(rate.low + rate.high);
+  }
+  return rates * kTile * sizeof(uint16_t);
+}
+
 absl::Status TrellisSource::Stream(
     FusedMoeParam slot,
     const std::function<absl::Status(std::span<const uint8_t>)>& sink) {
-  const SafetensorsTensor tensor = Tensor(slot);
-  const uint64_t experts = tensor.dims[0];
-  const uint64_t rows_per_expert = tensor.rank == 4 ? tensor.dims[1] : 1;
-  const uint64_t rows = experts * rows_per_expert;
-  const uint64_t row_bytes = tensor.bytes() / rows;
-  KILN_CHECK(row_bytes <= kStagingBytesMax);
-  const uint64_t rows_max = std::min(kStagingBytesMax / row_bytes,
-                                     kStagingExpertsMax * rows_per_expert);
-  std::vector<uint8_t> piece(std::min(rows, rows_max) * row_bytes);
-  for (uint64_t begin = 0; begin < rows; begin += rows_max) {
-    const uint64_t count = std::min(rows_max, rows - begin);
-    for (uint64_t i = 0; i < count; ++i) {
-      const uint64_t row = begin + i;
-      RETURN_IF_ERROR(
-          ReadRow(slot, row / rows_per_expert, row % rows_per_expert,
-                  std::span<uint8_t>(piece).subspan(i * row_bytes, row_bytes)));
+  const uint64_t total = Tensor(slot).bytes();
+  const auto inputs = static_cast<uint64_t>(
+      slot == FusedMoeParam::kWDown ? layout_.intermediate : layout_.hidden);
+  const uint64_t rows = IsTrellis(slot) ? inputs / kTile : 1;
+  const uint64_t experts = layout_.shared_scales && !IsTrellis(slot) &&
+                                   slot != FusedMoeParam::kRotations
+                               ? 1
+                               : static_cast<uint64_t>(layout_.experts);
+  std::vector<uint8_t> piece(std::min(total, kStagingBytesMax));
+  uint64_t used = 0;
+  uint64_t first_expert = 0;
+  const auto flush = [&] {
+    const absl::Status status =
+        sink(std::span<const uint8_t>(piece).first(used));
+    used = 0;
+    return status;
+  };
+  for (uint64_t expert = 0; expert < experts; ++expert) {
+    if (expert - first_expert == kStagingExpertsMax) {
+      RETURN_IF_ERROR(flush());
+      first_expert = expert;
     }
-    RETURN_IF_ERROR(
-        sink(std::span<const uint8_t>(piece).first(count * row_bytes)));
+    for (uint64_t row = 0; row < rows; ++row) {
+      const uint64_t bytes = RowBytes(slot, expert, row);
+      KILN_CHECK(bytes <= kStagingBytesMax);
+      if (bytes > piece.size() - used) {
+        RETURN_IF_ERROR(flush());
+        first_expert = expert;
+      }
+      RETURN_IF_ERROR(ReadRow(slot, expert, row,
+                              std::span<uint8_t>(piece).subspan(used, bytes)));
+      used += bytes;
+    }
   }
-  return absl::OkStatus();
+  return flush();
 }
 
 absl::StatusOr<TrellisExtent> ExtentOfRank(int64_t intermediate, int64_t rank,
@@ -196,13 +254,13 @@ absl::StatusOr<std::unique_ptr<TrellisSource>> TrellisFromExl3(
       RETURN_IF_ERROR(CheckExl3Values(matrix, checkpoint));
     }
   }
-  RequestGeometry geometry;
-  geometry.hidden = gate.in;
-  geometry.intermediate = extent.end - extent.begin;
-  geometry.experts = static_cast<int64_t>(layer.experts.size());
-  geometry.weights.codebook = layer.codebook;
-  geometry.weights.bits = layer.bits;
-  return std::make_unique<Exl3Source>(geometry, layer.experts, extent,
+  TrellisLayout layout;
+  layout.hidden = gate.in;
+  layout.intermediate = extent.end - extent.begin;
+  layout.experts = static_cast<int64_t>(layer.experts.size());
+  layout.codebook = layer.codebook;
+  layout.bits = layer.bits;
+  return std::make_unique<Exl3Source>(std::move(layout), layer.experts, extent,
                                       checkpoint);
 }
 

@@ -3,7 +3,7 @@
 // a byte is allocated; bytes are delivered in pieces, so that the host never
 // holds more of a layer than one piece. Payloads are copied, never re-encoded.
 //
-// Source: trellis format specification, sections 1.8 and 2.2.
+// Source: trellis format specification, sections 1.8, 2.2 and 2.3.
 
 #ifndef KILN_TEMPLATES_FORMATS_TRELLIS_SOURCE_H_
 #define KILN_TEMPLATES_FORMATS_TRELLIS_SOURCE_H_
@@ -13,13 +13,14 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "compiler/spec/request.h"
 #include "templates/formats/checkpoint.h"
 #include "templates/formats/routed_experts.h"
 #include "templates/formats/safetensors.h"
+#include "templates/formats/trellis_layout.h"
 #include "templates/fused_moe/op.h"
 
 namespace kiln {
@@ -47,12 +48,11 @@ class TrellisSource {
  public:
   virtual ~TrellisSource() = default;
 
-  // Geometry of the native tensors: `intermediate` is the extent's. Fields that
-  // are no property of weights have their defaults.
-  const RequestGeometry& geometry() const { return geometry_; }
+  const TrellisLayout& layout() const { return layout_; }
 
   // Name, type and shape of a slot's native tensor; `begin` is 0 and `end` its
-  // exact size in bytes. The name lives for the whole process.
+  // exact size in bytes. The name lives for the whole process. Experts of pair
+  // rates follow each other without gaps; such a trellis has rank 1.
   SafetensorsTensor Tensor(FusedMoeParam slot) const;
 
   // Calls `sink` with consecutive pieces of the slot's native tensor, each of
@@ -63,16 +63,18 @@ class TrellisSource {
       const std::function<absl::Status(std::span<const uint8_t>)>& sink);
 
  protected:
-  explicit TrellisSource(const RequestGeometry& geometry)
-      : geometry_(geometry) {}
+  explicit TrellisSource(TrellisLayout layout) : layout_(std::move(layout)) {}
 
   // Writes one row of expert `expert`. Of a trellis, a row is all tiles of 16
-  // input channels ([columns / 16][16 K]); of a table, it is the expert's part.
+  // input channels ([columns / 16][16 K], or the low record's and then the high
+  // record's); of a table, it is the expert's part, or what all experts share.
   virtual absl::Status ReadRow(FusedMoeParam slot, uint64_t expert,
                                uint64_t row, std::span<uint8_t> out) = 0;
 
  private:
-  RequestGeometry geometry_;
+  uint64_t RowBytes(FusedMoeParam slot, uint64_t expert, uint64_t row) const;
+
+  TrellisLayout layout_;
 };
 
 // Channels of rank `rank` of `ranks`, counted from 0.

@@ -1,105 +1,29 @@
 #include "templates/fused_moe/reference.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstddef>
-#include <cstring>
 #include <functional>
-#include <numeric>
 #include <thread>
 #include <vector>
 
 #include "compiler/base/check.h"
-#include "device/activation.h"
 #include "device/hadamard.h"
 #include "device/half.h"
-#include "device/trellis.h"
 
 namespace kiln {
 namespace {
 
 constexpr int64_t kBlock = kd::kHadamardSize;
-constexpr int64_t kTile = 16;
-constexpr int64_t kTilesPerBlock = kBlock / kTile;
-
-// ---- decoding --------------------------------------------------------------
-
-struct DecodeTable {
-  std::vector<uint16_t> bits = std::vector<uint16_t>(65536);
-  std::vector<float> value = std::vector<float>(65536);
-};
-
-template <int CB>
-const DecodeTable& TableOf() {
-  static const DecodeTable table = [] {
-    DecodeTable t;
-    for (uint32_t s = 0; s < 65536; ++s) {
-      t.bits[s] = kd::DecodeState<CB>(s);
-      t.value[s] = kd::f16_to_f32(t.bits[s]);
-    }
-    return t;
-  }();
-  return table;
-}
-
-const DecodeTable& TableOf(Codebook codebook) {
-  switch (codebook) {
-    case Codebook::k3Inst:
-      return TableOf<kd::kCodebook3Inst>();
-    case Codebook::kMcg:
-      return TableOf<kd::kCodebookMcg>();
-    case Codebook::kMul1:
-      return TableOf<kd::kCodebookMul1>();
-  }
-  KILN_UNREACHABLE();
-}
-
-// Row-major element index of each stream position.
-const std::array<uint8_t, 256>& ElementOfPosition() {
-  static const std::array<uint8_t, 256> map = [] {
-    std::array<uint8_t, 256> m{};
-    for (uint32_t p = 0; p < 256; ++p) {
-      m[p] =
-          static_cast<uint8_t>(kd::PositionRow(p) * 16 + kd::PositionColumn(p));
-    }
-    return m;
-  }();
-  return map;
-}
-
-// The states of one tile, in stream order. Payloads are only 2-byte aligned as
-// far as this function is concerned.
-template <int K>
-void TileStates(const uint16_t* payload, uint16_t states[256]) {
-  uint32_t words[kd::kTileWords<K>];
-  std::memcpy(words, payload, sizeof words);
-  for (uint32_t lane = 0; lane < 32; ++lane) {
-    uint32_t lane_states[8];
-    kd::LaneStates<K>(words, lane, lane_states);
-    for (uint32_t j = 0; j < 8; ++j) {
-      states[8 * lane + j] = static_cast<uint16_t>(lane_states[j]);
-    }
-  }
-}
-
-using TileStatesFn = void (*)(const uint16_t*, uint16_t*);
-
-TileStatesFn TileStatesOf(int bits) {
-  static constexpr TileStatesFn kTable[8] = {
-      TileStates<1>, TileStates<2>, TileStates<3>, TileStates<4>,
-      TileStates<5>, TileStates<6>, TileStates<7>, TileStates<8>};
-  KILN_CHECK(bits >= 1 && bits <= 8);
-  return kTable[bits - 1];
-}
+constexpr int64_t kCoupledBlock = 4 * kBlock;  // of the hidden axis
 
 // ---- arithmetic ------------------------------------------------------------
 
 double ToF16(double v) { return kd::round_f16(static_cast<float>(v)); }
 
 void HadamardBlock(double* v, ReferenceMode mode) {
-  if (mode == ReferenceMode::kStaged) {
+  if (mode != ReferenceMode::kFloat64) {
     float block[kBlock];
     for (int64_t i = 0; i < kBlock; ++i) block[i] = static_cast<float>(v[i]);
     kd::Hadamard128(block);
@@ -120,45 +44,28 @@ void HadamardBlock(double* v, ReferenceMode mode) {
   for (int64_t i = 0; i < kBlock; ++i) v[i] *= scale;
 }
 
-using Double4 = double __attribute__((vector_size(32)));
-
-// acc[0..127] += sum over 16 rows of x[k] * w[k][0..127].
-inline __attribute__((always_inline)) void AccumulateBody(
-    const double x[16], const double w[16][kBlock], double* acc) {
-  constexpr int64_t kGroup = 16;
-  for (int64_t n = 0; n < kBlock; n += kGroup) {
-    Double4 a[kGroup / 4];
-    std::memcpy(a, acc + n, sizeof a);
-    for (int64_t k = 0; k < kTile; ++k) {
-      Double4 row[kGroup / 4];
-      std::memcpy(row, &w[k][n], sizeof row);
-      for (int64_t i = 0; i < kGroup / 4; ++i) a[i] += row[i] * x[k];
+// Mixes four neighbouring blocks: with their own transforms this is the
+// 512-point transform. In place over v[0..511].
+void HadamardAcross(double* v, ReferenceMode mode) {
+  for (int64_t i = 0; i < kBlock; ++i) {
+    double* four[4] = {v + i, v + i + kBlock, v + i + 2 * kBlock,
+                       v + i + 3 * kBlock};
+    if (mode != ReferenceMode::kFloat64) {
+      float block[4];
+      for (int j = 0; j < 4; ++j) block[j] = static_cast<float>(*four[j]);
+      kd::Hadamard4(block);
+      for (int j = 0; j < 4; ++j) *four[j] = 0.5f * block[j];
+    } else {
+      const double s0 = *four[0] + *four[1];
+      const double d0 = *four[0] - *four[1];
+      const double s1 = *four[2] + *four[3];
+      const double d1 = *four[2] - *four[3];
+      *four[0] = 0.5 * (s0 + s1);
+      *four[1] = 0.5 * (d0 + d1);
+      *four[2] = 0.5 * (s0 - s1);
+      *four[3] = 0.5 * (d0 - d1);
     }
-    std::memcpy(acc + n, a, sizeof a);
   }
-}
-
-void AccumulatePortable(const double x[16], const double w[16][kBlock],
-                        double* acc) {
-  AccumulateBody(x, w, acc);
-}
-
-using AccumulateFn = void (*)(const double*, const double (*)[kBlock], double*);
-
-#if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) void AccumulateAvx2(
-    const double x[16], const double w[16][kBlock], double* acc) {
-  AccumulateBody(x, w, acc);
-}
-#endif
-
-AccumulateFn ChooseAccumulate() {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    return AccumulateAvx2;
-  }
-#endif
-  return AccumulatePortable;
 }
 
 // ---- work distribution -----------------------------------------------------
@@ -188,6 +95,9 @@ void CheckProblem(const FusedMoeProblem& p) {
   KILN_CHECK(p.x_dtype == DType::kBf16 || p.x_dtype == DType::kF16);
   KILN_CHECK(p.id_dtype == DType::kI32 || p.id_dtype == DType::kI64);
   KILN_CHECK(p.expert_map == nullptr || p.expert_map_size >= 0);
+  KILN_CHECK((p.rates_fc1 == nullptr) == (p.rates_fc2 == nullptr));
+  KILN_CHECK(p.rates_fc1 == nullptr || p.intermediate == kPairChannels);
+  KILN_CHECK(!p.coupled || p.hidden % kCoupledBlock == 0);
 }
 
 // The expert of route (token, j), or -1 when the route is inactive.
@@ -209,7 +119,7 @@ double XOf(const FusedMoeProblem& p, int64_t token, int64_t channel,
       static_cast<const uint16_t*>(p.x)[token * p.hidden + channel];
   if (p.x_dtype == DType::kF16) return kd::f16_to_f32(bits);
   const float exact = kd::bf16_to_f32(bits);
-  return mode == ReferenceMode::kStaged ? kd::round_f16(exact) : exact;
+  return mode != ReferenceMode::kFloat64 ? kd::round_f16(exact) : exact;
 }
 
 double F16(const uint16_t* table, int64_t index) {
@@ -259,45 +169,46 @@ Plan GroupRoutes(const FusedMoeProblem& p, std::span<const int64_t> rows) {
   return plan;
 }
 
-// One trellis matrix applied to the rows of one group, one block of 128 output
-// columns at a time.
-struct Matrix {
-  const uint16_t* trellis;  // [k/16][n/16][16 * bits]
-  int64_t k;
-  int64_t n;
-  int bits;
+double Activation(MoeActivation activation, double gate, double up) {
+  const double sigmoid = 1.0 / (1.0 + std::exp(-gate));
+  if (activation == MoeActivation::kSilu) return gate * sigmoid * up;
+  constexpr double kGateLimit = 4;
+  constexpr double kUpLimit = 25;
+  return kGateLimit * std::tanh(gate / kGateLimit) * sigmoid * kUpLimit *
+         std::tanh(up / kUpLimit);
+}
+
+// The matrices of one projection.
+class Projection {
+ public:
+  // fc1: gate or up, [H][I]; otherwise down, [I][H].
+  Projection(const FusedMoeProblem& p, const uint16_t* words, int bits,
+             bool fc1) {
+    TrellisMatrix shape = {.k = fc1 ? p.hidden : p.intermediate,
+                           .n = fc1 ? p.intermediate : p.hidden,
+                           .codebook = p.codebook,
+                           .bits = bits};
+    const uint8_t* rates = fc1 ? p.rates_fc1 : p.rates_fc2;
+    if (rates != nullptr) {
+      shape.records = fc1 ? TrellisMatrix::Records::kColumns
+                          : TrellisMatrix::Records::kRows;
+    }
+    for (int64_t e = 0; e < p.experts; ++e) {
+      TrellisMatrix matrix = shape;
+      if (rates != nullptr) matrix.pair = PairRate::FromByte(rates[e]);
+      matrix.words = words;
+      words += matrix.word_count();
+      experts_.push_back(matrix);
+    }
+  }
+
+  const TrellisMatrix& operator[](int64_t expert) const {
+    return experts_[static_cast<size_t>(expert)];
+  }
+
+ private:
+  std::vector<TrellisMatrix> experts_;
 };
-
-void MultiplyBlock(const Matrix& w, int64_t block, Codebook codebook,
-                   const double* x, int64_t count, double* y) {
-  static const AccumulateFn accumulate = ChooseAccumulate();
-  const TileStatesFn tile_states = TileStatesOf(w.bits);
-  const std::vector<float>& value = TableOf(codebook).value;
-  const std::array<uint8_t, 256>& element = ElementOfPosition();
-  std::vector<double> acc(static_cast<size_t>(count * kBlock), 0.0);
-  alignas(64) double rows[kTile][kBlock];
-  for (int64_t a = 0; a < w.k / kTile; ++a) {
-    for (int64_t b = 0; b < kTilesPerBlock; ++b) {
-      const int64_t tile = a * (w.n / kTile) + block * kTilesPerBlock + b;
-      uint16_t states[256];
-      tile_states(w.trellis + tile * 16 * w.bits, states);
-      for (size_t p = 0; p < 256; ++p) {
-        rows[element[p] / 16][b * kTile + element[p] % 16] = value[states[p]];
-      }
-    }
-    for (int64_t r = 0; r < count; ++r) {
-      accumulate(x + r * w.k + a * kTile, rows,
-                 acc.data() + static_cast<size_t>(r * kBlock));
-    }
-  }
-  for (int64_t r = 0; r < count; ++r) {
-    std::copy_n(acc.data() + r * kBlock, kBlock, y + r * w.n + block * kBlock);
-  }
-}
-
-double Silu(double gate, double up) {
-  return gate / (1.0 + std::exp(-gate)) * up;
-}
 
 // Everything a call works on; buffers are in grouped route order.
 class Evaluation {
@@ -305,10 +216,13 @@ class Evaluation {
   Evaluation(const FusedMoeProblem& problem, std::span<const int64_t> rows,
              ReferenceMode mode)
       : p_(problem),
-        staged_(mode == ReferenceMode::kStaged),
+        staged_(mode != ReferenceMode::kFloat64),
         mode_(mode),
         rows_(rows),
-        plan_(GroupRoutes(problem, rows)) {
+        plan_(GroupRoutes(problem, rows)),
+        fc1_{{problem, problem.w_gate, problem.bits.gate, true},
+             {problem, problem.w_up, problem.bits.up, true}},
+        fc2_(problem, problem.w_down, problem.bits.down, false) {
     const size_t routes = plan_.token.size();
     const size_t h = static_cast<size_t>(p_.hidden);
     const size_t i = static_cast<size_t>(p_.intermediate);
@@ -321,14 +235,19 @@ class Evaluation {
     const int64_t groups = static_cast<int64_t>(plan_.groups.size());
     const int64_t h_blocks = p_.hidden / kBlock;
     const int64_t i_blocks = p_.intermediate / kBlock;
+    // Both projections of a coupled layer read the same operand.
     ParallelFor(groups, threads, [&](int64_t g) {
-      for (int side = 0; side < 2; ++side) RotateInput(g, side);
+      for (int side = 0; side < (p_.coupled ? 1 : 2); ++side) {
+        RotateInput(g, side);
+      }
     });
     ParallelFor(groups * 2 * i_blocks, threads, [&](int64_t item) {
       Fc1(item / (2 * i_blocks), static_cast<int>(item / i_blocks % 2),
           item % i_blocks);
     });
-    ParallelFor(groups, threads, [&](int64_t g) { Activate(g); });
+    ParallelFor(groups, threads, [&](int64_t g) {
+      p_.coupled ? ActivateCoupled(g) : ActivatePlain(g);
+    });
     ParallelFor(groups * h_blocks, threads,
                 [&](int64_t item) { Fc2(item / h_blocks, item % h_blocks); });
     ParallelFor(static_cast<int64_t>(rows_.size()), threads,
@@ -352,6 +271,22 @@ class Evaluation {
     return staged_ ? static_cast<double>(static_cast<float>(v)) : v;
   }
 
+  MoeActivation ActivationOf(const Group& g) const {
+    return p_.expert_activation != nullptr ? p_.expert_activation[g.expert]
+                                           : p_.activation;
+  }
+
+  void HadamardBlocks(double* v, int64_t count) const {
+    for (int64_t c = 0; c < count; c += kBlock) HadamardBlock(v + c, mode_);
+  }
+
+  // The 512-point transforms of a coupled layer's hidden side.
+  void MixHidden(double* v) const {
+    for (int64_t c = 0; c < p_.hidden; c += kCoupledBlock) {
+      ReferenceHadamard({v + c, static_cast<size_t>(kCoupledBlock)}, mode_);
+    }
+  }
+
   // Steps 1 to 3: side 0 is gate, 1 is up.
   void RotateInput(int64_t group_index, int side) {
     const Group& g = group(group_index);
@@ -359,13 +294,12 @@ class Evaluation {
     for (int64_t r = g.first; r < g.first + g.count; ++r) {
       const int64_t token = plan_.token[static_cast<size_t>(r)];
       double* row = operand_[side].data() + r * p_.hidden;
+      for (int64_t c = 0; c < p_.hidden; ++c) row[c] = XOf(p_, token, c, mode_);
+      if (p_.coupled) MixHidden(row);
       for (int64_t c = 0; c < p_.hidden; ++c) {
-        row[c] = Round16(XOf(p_, token, c, mode_) *
-                         F16(suh, ScaleRow(g) * p_.hidden + c));
+        row[c] = Round16(row[c] * F16(suh, ScaleRow(g) * p_.hidden + c));
       }
-      for (int64_t c = 0; c < p_.hidden; c += kBlock) {
-        HadamardBlock(row + c, mode_);
-      }
+      HadamardBlocks(row, p_.hidden);
       for (int64_t c = 0; c < p_.hidden; ++c) row[c] = Round16(row[c]);
     }
   }
@@ -373,21 +307,15 @@ class Evaluation {
   // Step 4.
   void Fc1(int64_t group_index, int side, int64_t block) {
     const Group& g = group(group_index);
-    const int bits = side == 0 ? p_.bits.gate : p_.bits.up;
-    const uint16_t* base = side == 0 ? p_.w_gate : p_.w_up;
-    const Matrix w = {
-        .trellis = base + g.expert * (p_.hidden * p_.intermediate / 16) * bits,
-        .k = p_.hidden,
-        .n = p_.intermediate,
-        .bits = bits};
-    MultiplyBlock(w, block, p_.codebook,
-                  operand_[side].data() + g.first * p_.hidden, g.count,
-                  product_[side].data() + g.first * p_.intermediate);
+    const std::vector<double>& operand = operand_[p_.coupled ? 0 : side];
+    MultiplyTrellisBlock(fc1_[side][g.expert], block,
+                         operand.data() + g.first * p_.hidden, g.count,
+                         product_[side].data() + g.first * p_.intermediate);
   }
 
   // Rounding of step 4, then steps 5 to 7; the result replaces the gate
   // product.
-  void Activate(int64_t group_index) {
+  void ActivatePlain(int64_t group_index) {
     const Group& g = group(group_index);
     const int64_t i = p_.intermediate;
     const uint16_t* gate_svh = p_.rotations + g.expert * 3 * i;
@@ -400,45 +328,88 @@ class Evaluation {
         gate[c] = Round16(gate[c]);
         up[c] = Round16(up[c]);
       }
-      for (int64_t c = 0; c < i; c += kBlock) {
-        HadamardBlock(gate + c, mode_);
-        HadamardBlock(up + c, mode_);
-      }
+      HadamardBlocks(gate, i);
+      HadamardBlocks(up, i);
       for (int64_t c = 0; c < i; ++c) {
-        const double a = Round32(Silu(Round32(gate[c] * F16(gate_svh, c)),
-                                      Round32(up[c] * F16(up_svh, c))));
+        const double a = Round32(Activation(ActivationOf(g),
+                                            Round32(gate[c] * F16(gate_svh, c)),
+                                            Round32(up[c] * F16(up_svh, c))));
         gate[c] = Round32(a * F16(down_suh, c));
       }
-      for (int64_t c = 0; c < i; c += kBlock) HadamardBlock(gate + c, mode_);
+      HadamardBlocks(gate, i);
       for (int64_t c = 0; c < i; ++c) gate[c] = Round16(gate[c]);
     }
   }
 
-  // Steps 8 and 9.
-  void Fc2(int64_t group_index, int64_t block) {
+  // The same of a coupled layer (specification 4.8, steps 3 to 6): the
+  // transforms before the activation run over both projections' channels of 64
+  // neurons at once, 32 of one, 32 of the other, and so on.
+  void ActivateCoupled(int64_t group_index) {
     const Group& g = group(group_index);
-    const int64_t h = p_.hidden;
-    const Matrix w = {
-        .trellis =
-            p_.w_down + g.expert * (h * p_.intermediate / 16) * p_.bits.down,
-        .k = p_.intermediate,
-        .n = h,
-        .bits = p_.bits.down};
-    double* y = route_out_.data() + g.first * h;
-    MultiplyBlock(w, block, p_.codebook,
-                  product_[0].data() + g.first * p_.intermediate, g.count, y);
-    for (int64_t r = 0; r < g.count; ++r) {
-      double* v = y + r * h + block * kBlock;
-      for (int64_t c = 0; c < kBlock; ++c) v[c] = Round16(v[c]);
-      HadamardBlock(v, mode_);
-      for (int64_t c = 0; c < kBlock; ++c) {
-        v[c] = Round32(v[c] *
-                       F16(p_.down_svh, ScaleRow(g) * h + block * kBlock + c));
+    constexpr int64_t kRun = 32;
+    constexpr int64_t kNeurons = kBlock / 2;
+    const int64_t i = p_.intermediate;
+    const uint16_t* svh[2] = {p_.rotations + g.expert * 6 * i, nullptr};
+    svh[1] = svh[0] + i;
+    const uint16_t* down_suh = svh[1] + i;
+    const uint16_t* pre_signs = down_suh + i;
+    const uint16_t* post_signs = pre_signs + 2 * i;
+    for (int64_t r = g.first; r < g.first + g.count; ++r) {
+      double* slots[2] = {product_[0].data() + r * i,
+                          product_[1].data() + r * i};
+      for (int64_t b = 0; b < i; b += kNeurons) {
+        double v[kBlock];
+        double scale[kBlock];
+        for (int64_t c = 0; c < kBlock; ++c) {
+          const int64_t slot = c / kRun % 2;
+          const int64_t channel = b + c / (2 * kRun) * kRun + c % kRun;
+          v[c] = Round16(slots[slot][channel]);
+          scale[c] = F16(svh[slot], channel);
+        }
+        HadamardBlock(v, mode_);
+        for (int64_t c = 0; c < kBlock; ++c) v[c] = Round32(v[c] * scale[c]);
+        HadamardBlock(v, mode_);
+        for (int64_t c = 0; c < kBlock; ++c) v[c] *= F16(pre_signs, 2 * b + c);
+        for (int64_t n = 0; n < kNeurons; ++n) {
+          slots[0][b + n] =
+              Round32(Activation(ActivationOf(g), v[2 * n], v[2 * n + 1]));
+        }
       }
+      double* a = slots[0];
+      for (int64_t c = 0; c < i; ++c) a[c] *= F16(post_signs, c);
+      HadamardBlocks(a, i);
+      for (int64_t c = 0; c < i; ++c) a[c] = Round32(a[c] * F16(down_suh, c));
+      HadamardBlocks(a, i);
+      for (int64_t c = 0; c < i; ++c) a[c] = Round16(a[c]);
     }
   }
 
-  // Step 10.
+  // Steps 8 and 9. Scales that all experts of a coupled layer share are applied
+  // once, to the sum.
+  void Fc2(int64_t group_index, int64_t block) {
+    const Group& g = group(group_index);
+    const int64_t h = p_.hidden;
+    double* y = route_out_.data() + g.first * h;
+    MultiplyTrellisBlock(fc2_[g.expert], block,
+                         product_[0].data() + g.first * p_.intermediate,
+                         g.count, y);
+    for (int64_t r = 0; r < g.count; ++r) {
+      double* v = y + r * h + block * kBlock;
+      for (int64_t c = 0; c < kBlock; ++c) v[c] = Round16(v[c]);
+      if (p_.coupled && p_.shared_scales) continue;
+      ScaleOutput(v, ScaleRow(g) * h + block * kBlock, kBlock);
+    }
+  }
+
+  // Transforms `count` values and multiplies them by down_svh from `scale` on.
+  void ScaleOutput(double* v, int64_t scale, int64_t count) const {
+    HadamardBlocks(v, count);
+    for (int64_t c = 0; c < count; ++c) {
+      v[c] = Round32(v[c] * F16(p_.down_svh, scale + c));
+    }
+  }
+
+  // Step 10, and the last transforms of a coupled layer.
   void Combine(int64_t row, double* out) const {
     std::fill_n(out, p_.hidden, 0.0);
     const int64_t token = rows_[static_cast<size_t>(row)];
@@ -454,6 +425,9 @@ class Evaluation {
                          : out[c] + static_cast<double>(weight) * v[c];
       }
     }
+    if (!p_.coupled) return;
+    if (p_.shared_scales) ScaleOutput(out, 0, p_.hidden);
+    MixHidden(out);
   }
 
   const FusedMoeProblem& p_;
@@ -461,12 +435,21 @@ class Evaluation {
   const ReferenceMode mode_;
   const std::span<const int64_t> rows_;
   const Plan plan_;
+  const Projection fc1_[2];  // gate and up
+  const Projection fc2_;
   std::vector<double> operand_[2];  // [routes][H], gate and up
   std::vector<double> product_[2];  // [routes][I], gate and up
   std::vector<double> route_out_;   // [routes][H]
 };
 
 }  // namespace
+
+void ReferenceHadamard(std::span<double> v, ReferenceMode mode) {
+  const auto size = static_cast<int64_t>(v.size());
+  KILN_CHECK(size == kBlock || size == kCoupledBlock);
+  for (int64_t i = 0; i < size; i += kBlock) HadamardBlock(v.data() + i, mode);
+  if (size == kCoupledBlock) HadamardAcross(v.data(), mode);
+}
 
 void FusedMoeReferenceRows(const FusedMoeProblem& problem,
                            std::span<const int64_t> rows, ReferenceMode mode,
@@ -477,20 +460,26 @@ void FusedMoeReferenceRows(const FusedMoeProblem& problem,
   Evaluation(problem, rows, mode).Run(threads, out);
 }
 
-void DecodeTrellisMatrix(const uint16_t* trellis, int64_t k, int64_t n,
-                         int bits, Codebook codebook, uint16_t* out) {
-  KILN_CHECK(k % kTile == 0 && n % kTile == 0);
-  const TileStatesFn tile_states = TileStatesOf(bits);
-  const std::vector<uint16_t>& table = TableOf(codebook).bits;
-  const std::array<uint8_t, 256>& element = ElementOfPosition();
-  for (int64_t a = 0; a < k / kTile; ++a) {
-    for (int64_t b = 0; b < n / kTile; ++b) {
-      uint16_t states[256];
-      tile_states(trellis + (a * (n / kTile) + b) * 16 * bits, states);
-      for (size_t p = 0; p < 256; ++p) {
-        out[(a * kTile + element[p] / 16) * n + b * kTile + element[p] % 16] =
-            table[states[p]];
-      }
+void FusedMoeReferenceParts(std::span<const FusedMoeProblem> parts,
+                            std::span<const int64_t> rows, ReferenceMode mode,
+                            double* out, int threads) {
+  KILN_CHECK(!parts.empty());
+  const FusedMoeProblem& first = parts.front();
+  const size_t count = rows.size() * static_cast<size_t>(first.hidden);
+  FusedMoeReferenceRows(first, rows, mode, out, threads);
+  std::vector<double> more(count);
+  for (const FusedMoeProblem& part : parts.subspan(1)) {
+    KILN_CHECK(part.hidden == first.hidden && part.experts == first.experts);
+    KILN_CHECK(part.intermediate == first.intermediate);
+    KILN_CHECK(part.coupled == first.coupled);
+    KILN_CHECK(part.shared_scales == first.shared_scales);
+    KILN_CHECK(part.gate_suh == first.gate_suh && part.up_suh == first.up_suh);
+    KILN_CHECK(part.down_svh == first.down_svh && part.x == first.x);
+    FusedMoeReferenceRows(part, rows, mode, more.data(), threads);
+    for (size_t i = 0; i < count; ++i) {
+      out[i] = mode != ReferenceMode::kFloat64
+                   ? static_cast<float>(out[i]) + static_cast<float>(more[i])
+                   : out[i] + more[i];
     }
   }
 }

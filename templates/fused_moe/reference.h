@@ -1,8 +1,9 @@
-// Host oracle of fused_moe, recipe w4a16, EXL3 weights: the arithmetic that
-// every candidate is compared with before it is timed. It shares the trellis
-// decoder (templates/device) with the kernels and nothing else.
+// Host oracle of fused_moe: the arithmetic that every candidate is compared
+// with before it is timed, for the weights of every trellis container. It
+// shares the trellis decoder (templates/device) with the kernels and nothing
+// else.
 //
-// Source: trellis format specification, sections 1 and 4.
+// Source: trellis format specification, sections 1 to 4.
 
 #ifndef KILN_TEMPLATES_FUSED_MOE_REFERENCE_H_
 #define KILN_TEMPLATES_FUSED_MOE_REFERENCE_H_
@@ -12,8 +13,15 @@
 
 #include "compiler/spec/dtype.h"
 #include "compiler/spec/request.h"
+#include "templates/fused_moe/trellis_codebook.h"
+#include "templates/fused_moe/trellis_matrix.h"
 
 namespace kiln {
+
+enum class MoeActivation : uint8_t {
+  kSilu,  // g sigmoid(g) u
+  kSitu,  // 4 tanh(g / 4) sigmoid(g) 25 tanh(u / 25)
+};
 
 // One call of the op. Pointers are host memory, borrowed, laid out exactly as
 // the op's parameter block says, with H = hidden, I = intermediate,
@@ -24,8 +32,8 @@ struct FusedMoeProblem {
   int64_t intermediate = 0;  // I, positive multiple of 128
   int64_t experts = 0;       // E, at least 1
   int64_t top_k = 0;         // at least 1
-  Codebook codebook = Codebook::kMcg;
-  Bits bits;                     // each 1..8
+  TrellisCodebook codebook = TrellisCodebook::kMcg;
+  Bits bits;                     // within the codebook's rates
   bool shared_scales = false;    // gate_suh, up_suh, down_svh are [1][H]
   DType x_dtype = DType::kBf16;  // kBf16 or kF16
   DType id_dtype = DType::kI32;  // kI32 or kI64
@@ -41,6 +49,21 @@ struct FusedMoeProblem {
   // [E][3I] binary16: gate_svh, up_svh, down_suh of each expert.
   const uint16_t* rotations = nullptr;
   const uint16_t* down_svh = nullptr;  // [E or 1][H] binary16
+
+  // A layer of pair rates: I is 256 and the rates of expert e are those of byte
+  // e of these tables instead of `bits`; experts follow each other without
+  // gaps. Gate and up share rates. Both null or both [E].
+  const uint8_t* rates_fc1 = nullptr;
+  const uint8_t* rates_fc2 = nullptr;
+
+  // A coupled layer: H is a multiple of 512, gate_suh serves both projections
+  // and up_suh is not read. `rotations` is [E][6I]: gate_svh, up_svh, down_suh,
+  // 2I signs before the activation and I behind it, each +1 or -1.
+  bool coupled = false;
+
+  MoeActivation activation = MoeActivation::kSilu;
+  // Optional [E]: each expert's own, instead of `activation`.
+  const MoeActivation* expert_activation = nullptr;
 
   // Optional: an id indexes this table first and the entry is the expert, or
   // negative for none. Ids outside [0, expert_map_size) are inactive.
@@ -69,10 +92,17 @@ void FusedMoeReferenceRows(const FusedMoeProblem& problem,
                            std::span<const int64_t> rows, ReferenceMode mode,
                            double* out, int threads);
 
-// Decodes one [k][n] trellis matrix (k, n multiples of 16, `bits` per weight)
-// to binary16 bits, row-major. Without scales and rotations.
-void DecodeTrellisMatrix(const uint16_t* trellis, int64_t k, int64_t n,
-                         int bits, Codebook codebook, uint16_t* out);
+// The same of a layer that is stored in parts, each with a share of the
+// intermediate channels: the parts' results, added in order
+// (specification 4.7).
+//   parts: at least one; the same inputs, scales, H, E, I and `coupled`.
+void FusedMoeReferenceParts(std::span<const FusedMoeProblem> parts,
+                            std::span<const int64_t> rows, ReferenceMode mode,
+                            double* out, int threads);
+
+// The reference's Hadamard transform, in place, of 128 values, or of the 512
+// that a coupled layer mixes. Its own inverse up to rounding.
+void ReferenceHadamard(std::span<double> v, ReferenceMode mode);
 
 }  // namespace kiln
 

@@ -58,7 +58,18 @@ std::string SafetensorsBytes(const std::string& json, const std::string& data) {
 }
 
 std::string SafetensorsBytes(const TestTensors& tensors) {
-  std::string json = "{\"__metadata__\":{\"format\":\"pt\"}";
+  return SafetensorsBytes(tensors, {{"format", "pt"}});
+}
+
+std::string SafetensorsBytes(
+    const TestTensors& tensors,
+    const std::map<std::string, std::string>& metadata) {
+  std::string json = "{\"__metadata__\":{";
+  for (const auto& [key, value] : metadata) {
+    absl::StrAppend(&json, json.back() == '{' ? "" : ",", "\"", key, "\":\"",
+                    value, "\"");
+  }
+  json += "}";
   std::string data;
   for (const auto& [name, tensor] : tensors) {
     absl::StrAppend(&json, ",\"", name, "\":{\"dtype\":\"", tensor.type,

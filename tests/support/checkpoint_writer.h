@@ -24,6 +24,9 @@ using TestTensors = std::map<std::string, TestTensor>;
 // A whole file: 8-byte length, `json`, `data`.
 std::string SafetensorsBytes(const std::string& json, const std::string& data);
 std::string SafetensorsBytes(const TestTensors& tensors);
+std::string SafetensorsBytes(
+    const TestTensors& tensors,
+    const std::map<std::string, std::string>& metadata);
 
 // A folder below the test's temporary folder, removed with its files.
 class TestFolder {

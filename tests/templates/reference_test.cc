@@ -96,7 +96,8 @@ double Sign(int64_t i, int64_t j) {
 
 // diag(suh) H What H diag(svh) with H as an explicit block matrix.
 Matrix Dense(const uint16_t* trellis, int64_t k, int64_t n, int bits,
-             Codebook codebook, const uint16_t* suh, const uint16_t* svh) {
+             TrellisCodebook codebook, const uint16_t* suh,
+             const uint16_t* svh) {
   std::vector<uint16_t> decoded(static_cast<size_t>(k * n));
   DecodeTrellisMatrix(trellis, k, n, bits, codebook, decoded.data());
   Matrix left(decoded.size());
@@ -174,6 +175,225 @@ TEST(ReferenceTest, Float64ModeEqualsDenseMatrices) {
   const double scale = std::sqrt(norm / static_cast<double>(expected.size()));
   for (size_t i = 0; i < out.size(); ++i) {
     EXPECT_NEAR(out[i], expected[i], 1e-11 * scale) << i;
+  }
+}
+
+// ---- coupled layers --------------------------------------------------------
+
+// The transform of v[begin .. begin + size - 1] by its definition.
+void Transform(std::vector<double>* v, size_t begin, size_t size) {
+  std::vector<double> out(size);
+  for (size_t i = 0; i < size; ++i) {
+    for (size_t j = 0; j < size; ++j) {
+      out[i] += Sign(static_cast<int64_t>(i), static_cast<int64_t>(j)) *
+                (*v)[begin + j];
+    }
+    out[i] /= std::sqrt(static_cast<double>(size));
+  }
+  std::copy(out.begin(), out.end(),
+            v->begin() + static_cast<std::ptrdiff_t>(begin));
+}
+
+void Scale(std::vector<double>* v, const uint16_t* factors) {
+  for (size_t i = 0; i < v->size(); ++i) {
+    (*v)[i] *= kd::f16_to_f32(factors[i]);
+  }
+}
+
+Matrix Decoded(const uint16_t* words, int64_t k, int64_t n, int bits) {
+  std::vector<uint16_t> decoded(static_cast<size_t>(k * n));
+  DecodeTrellisMatrix(words, k, n, bits, TrellisCodebook::kSqgE4m3,
+                      decoded.data());
+  Matrix matrix(decoded.size());
+  for (size_t i = 0; i < matrix.size(); ++i) {
+    matrix[i] = kd::f16_to_f32(decoded[i]);
+  }
+  return matrix;
+}
+
+struct CoupledInputs {
+  static constexpr int64_t kWide = 512;
+  static constexpr int64_t kInner = 256;
+  static constexpr int64_t kCount = 2;  // experts, tokens and top_k
+  static constexpr int64_t kWords = kCount * kWide * kInner / 16 * 2;
+
+  explicit CoupledInputs(bool shared) : shared_scales(shared) {
+    for (int64_t e = 0; e < kCount; ++e) {
+      for (int64_t i = 0; i < 3 * kInner; ++i) {
+        rotations[static_cast<size_t>(6 * e * kInner + 3 * kInner + i)] =
+            random.Symmetric() < 0 ? 0xBC00 : 0x3C00;
+      }
+    }
+  }
+
+  CoupledInputs(const CoupledInputs&) = delete;
+  CoupledInputs& operator=(const CoupledInputs&) = delete;
+
+  FusedMoeProblem Problem() const {
+    FusedMoeProblem p;
+    p.tokens = p.experts = p.top_k = kCount;
+    p.hidden = kWide;
+    p.intermediate = kInner;
+    p.codebook = TrellisCodebook::kSqgE4m3;
+    p.bits = {.gate = 2, .up = 2, .down = 2};
+    p.shared_scales = shared_scales;
+    p.x_dtype = DType::kF16;
+    p.coupled = true;
+    p.activation = MoeActivation::kSitu;
+    p.x = x.data();
+    p.topk_ids = ids.data();
+    p.topk_weights = weights.data();
+    p.w_gate = gate.data();
+    p.w_up = up.data();
+    p.w_down = down.data();
+    p.gate_suh = suh.data();
+    p.rotations = rotations.data();
+    p.down_svh = svh.data();
+    return p;
+  }
+
+  bool shared_scales;
+  SplitMix64 random{77};
+  std::vector<uint16_t> x = Halves(&random, kCount* kWide, 1);
+  std::vector<int32_t> ids = {0, 1, 1, 1};
+  std::vector<float> weights = {0.5f, 0.75f, -0.25f, 1.f};
+  std::vector<uint16_t> gate = random.Words(kWords);
+  std::vector<uint16_t> up = random.Words(kWords);
+  std::vector<uint16_t> down = random.Words(kWords);
+  std::vector<uint16_t> suh = Halves(&random, kCount* kWide, 0.2);
+  std::vector<uint16_t> svh = Halves(&random, kCount* kWide, 1);
+  std::vector<uint16_t> rotations = Halves(&random, kCount * 6 * kInner, 1);
+};
+
+// The steps of specification 4.8 for one route, without the router's weight.
+// With shared scales what follows the sum is left out.
+std::vector<double> CoupledRoute(const CoupledInputs& in, int64_t token,
+                                 int64_t expert) {
+  constexpr int64_t kWide = CoupledInputs::kWide;
+  constexpr int64_t kInner = CoupledInputs::kInner;
+  const int64_t row = in.shared_scales ? 0 : expert;
+  std::vector<double> x(kWide);
+  for (size_t c = 0; c < x.size(); ++c) {
+    x[c] = kd::f16_to_f32(in.x[static_cast<size_t>(token) * x.size() + c]);
+  }
+  Transform(&x, 0, kWide);
+  Scale(&x, in.suh.data() + row * kWide);
+  for (size_t c = 0; c < kWide; c += 128) Transform(&x, c, 128);
+  const int64_t words = kWide * kInner / 16 * 2;
+  const std::vector<double> slots[] = {
+      Times(x, Decoded(in.gate.data() + expert * words, kWide, kInner, 2),
+            kInner),
+      Times(x, Decoded(in.up.data() + expert * words, kWide, kInner, 2),
+            kInner)};
+  const uint16_t* rotations = in.rotations.data() + expert * 6 * kInner;
+  std::vector<double> a;
+  for (size_t b = 0; b < kInner; b += 64) {
+    std::vector<double> v(128);
+    std::vector<uint16_t> scale(128);
+    // 32 channels of a slot, the same of the other, the next 32, and so on.
+    const size_t starts[][2] = {{0, b}, {1, b}, {0, b + 32}, {1, b + 32}};
+    for (size_t quarter = 0; quarter < 4; ++quarter) {
+      const auto [slot, channel] = starts[quarter];
+      for (size_t i = 0; i < 32; ++i) {
+        v[32 * quarter + i] = slots[slot][channel + i];
+        scale[32 * quarter + i] = rotations[slot * kInner + channel + i];
+      }
+    }
+    Transform(&v, 0, 128);
+    Scale(&v, scale.data());
+    Transform(&v, 0, 128);
+    Scale(&v, rotations + 3 * kInner + 2 * b);
+    for (size_t i = 0; i < 128; i += 2) {
+      const double g = v[i];
+      const double u = v[i + 1];
+      a.push_back(4 * std::tanh(g / 4) / (1 + std::exp(-g)) * 25 *
+                  std::tanh(u / 25));
+    }
+  }
+  Scale(&a, rotations + 5 * kInner);
+  for (size_t c = 0; c < kInner; c += 128) Transform(&a, c, 128);
+  Scale(&a, rotations + 2 * kInner);
+  for (size_t c = 0; c < kInner; c += 128) Transform(&a, c, 128);
+  std::vector<double> y = Times(
+      a, Decoded(in.down.data() + expert * words, kInner, kWide, 2), kWide);
+  if (in.shared_scales) return y;
+  for (size_t c = 0; c < kWide; c += 128) Transform(&y, c, 128);
+  Scale(&y, in.svh.data() + expert * kWide);
+  return y;
+}
+
+TEST(ReferenceTest, CoupledLayersFollowTheirDefinition) {
+  constexpr size_t kWide = CoupledInputs::kWide;
+  for (const bool shared : {false, true}) {
+    const CoupledInputs in(shared);
+    const FusedMoeProblem p = in.Problem();
+    for (int64_t token = 0; token < 2; ++token) {
+      std::vector<double> expected(kWide, 0.0);
+      for (int64_t j = 0; j < 2; ++j) {
+        const auto route = static_cast<size_t>(2 * token + j);
+        const std::vector<double> y = CoupledRoute(in, token, in.ids[route]);
+        for (size_t c = 0; c < kWide; ++c) {
+          expected[c] += in.weights[route] * y[c];
+        }
+      }
+      if (shared) {
+        for (size_t c = 0; c < kWide; c += 128) Transform(&expected, c, 128);
+        Scale(&expected, in.svh.data());
+      }
+      Transform(&expected, 0, kWide);
+      double norm = 0;
+      for (const double value : expected) norm += value * value;
+      ASSERT_GT(norm, 0);
+      const std::vector<int64_t> rows = {token};
+      std::vector<double> exact(kWide);
+      std::vector<double> staged(kWide);
+      FusedMoeReferenceRows(p, rows, ReferenceMode::kFloat64, exact.data(), 1);
+      FusedMoeReferenceRows(p, rows, ReferenceMode::kStaged, staged.data(), 2);
+      double exact_error = 0;
+      double staged_error = 0;
+      for (size_t c = 0; c < kWide; ++c) {
+        exact_error += std::pow(exact[c] - expected[c], 2);
+        staged_error += std::pow(staged[c] - expected[c], 2);
+      }
+      EXPECT_LE(std::sqrt(exact_error / norm), 1e-12);
+      EXPECT_LE(std::sqrt(staged_error / norm), 2e-3);
+      EXPECT_GE(std::sqrt(staged_error / norm), 1e-5);
+    }
+  }
+}
+
+TEST(ReferenceTest, ExpertsMayHaveDifferentActivations) {
+  Inputs in(11);
+  const std::vector<double> silu = in.Run(ReferenceMode::kFloat64);
+  in.p.activation = MoeActivation::kSitu;
+  const std::vector<double> situ = in.Run(ReferenceMode::kFloat64);
+  const MoeActivation own[] = {MoeActivation::kSilu, MoeActivation::kSitu,
+                               MoeActivation::kSitu};
+  in.p.expert_activation = own;
+  const std::vector<double> mixed = in.Run(ReferenceMode::kFloat64);
+  // Token 1 uses expert 2 alone; token 4 uses experts 0 and 2.
+  for (size_t c = 0; c < kH; ++c) {
+    EXPECT_EQ(mixed[kH + c], situ[kH + c]);
+    EXPECT_NE(mixed[4 * kH + c], situ[4 * kH + c]);
+    EXPECT_NE(mixed[4 * kH + c], silu[4 * kH + c]);
+    EXPECT_NE(situ[kH + c], silu[kH + c]);
+  }
+}
+
+TEST(ReferenceTest, PartsAddUpInBothModes) {
+  const Inputs in(12);
+  const std::vector<int64_t> rows = {0, 4};
+  for (const auto mode : {ReferenceMode::kFloat64, ReferenceMode::kStaged}) {
+    const std::vector<double> one = in.Run(mode, rows);
+    const FusedMoeProblem parts[] = {in.p, in.p, in.p};
+    std::vector<double> three(one.size());
+    FusedMoeReferenceParts(parts, rows, mode, three.data(), 2);
+    for (size_t i = 0; i < one.size(); ++i) {
+      const auto single = static_cast<float>(one[i]);
+      EXPECT_EQ(three[i], mode == ReferenceMode::kStaged
+                              ? static_cast<double>(single + single + single)
+                              : one[i] + one[i] + one[i]);
+    }
   }
 }
 

@@ -47,10 +47,12 @@ TEST(PrepareTest, WritesTheTensorsOfEveryRank) {
                                     : rank == 0 ? "-rank-0-of-2.safetensors"
                                                 : "-rank-1-of-2.safetensors"));
       EXPECT_EQ(prepared.bytes, std::filesystem::file_size(prepared.path));
-      EXPECT_EQ(prepared.geometry.intermediate, 256 / ranks);
+      EXPECT_EQ(prepared.layout.intermediate, 256 / ranks);
+      ASSERT_OK_AND_ASSIGN(const RequestGeometry geometry,
+                           ServedGeometry(prepared.layout));
       ASSERT_OK_AND_ASSIGN(SafetensorsFile file,
                            SafetensorsFile::Open(prepared.path));
-      const std::vector<uint64_t> bytes = FusedMoeBytes(prepared.geometry, 1);
+      const std::vector<uint64_t> bytes = FusedMoeBytes(geometry, 1);
       ASSERT_EQ(file.header().tensors().size(), kTrellisSlots.size());
       for (size_t i = 0; i < kTrellisSlots.size(); ++i) {
         EXPECT_EQ(file.header().tensors()[i].bytes(),

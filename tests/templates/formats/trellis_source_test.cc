@@ -101,8 +101,10 @@ TEST(TrellisSourceTest, SizesAndNamesAreThoseOfTheOp) {
        {TrellisExtent{0, 384}, TrellisExtent{128, 256}}) {
     ASSERT_OK_AND_ASSIGN(const std::unique_ptr<TrellisSource> source,
                          layer.Source(extent.begin, extent.end));
-    const std::vector<uint64_t> bytes = FusedMoeBytes(source->geometry(), 1);
-    const std::vector<ParamDecl> params = FusedMoeParams(source->geometry());
+    ASSERT_OK_AND_ASSIGN(const RequestGeometry geometry,
+                         ServedGeometry(source->layout()));
+    const std::vector<uint64_t> bytes = FusedMoeBytes(geometry, 1);
+    const std::vector<ParamDecl> params = FusedMoeParams(geometry);
     for (const FusedMoeParam slot : kTrellisSlots) {
       const auto index = static_cast<size_t>(slot);
       EXPECT_EQ(source->Tensor(slot).bytes(), bytes[index]);
@@ -169,7 +171,10 @@ TEST(TrellisSourceTest, ARankHoldsItsColumnsOfFc1AndItsRowsOfFc2) {
 
 // The float64 result of the native tensors of one extent on seeded inputs.
 std::vector<double> Result(TrellisSource* source) {
-  RequestGeometry geometry = source->geometry();
+  const absl::StatusOr<RequestGeometry> served =
+      ServedGeometry(source->layout());
+  EXPECT_OK(served.status());
+  RequestGeometry geometry = served.value();
   geometry.top_k = 2;
   const FusedMoeWorkload workload(geometry, 5);
   const auto tokens = workload.MakeTokens(Routing::kUniform, 0, 2);
