@@ -29,34 +29,48 @@ std::string HostName() {
   return name;
 }
 
+// How long a stage still takes, if its units take equally long.
+class Estimate {
+ public:
+  // Seconds since the stage began.
+  double Begin(Stage stage) {
+    const auto now = std::chrono::steady_clock::now();
+    if (stage != stage_) {
+      stage_ = stage;
+      begin_ = now;
+    }
+    return std::chrono::duration<double>(now - begin_).count();
+  }
+
+  // " ETA 12s"; empty while nothing can be said.
+  static std::string Text(double elapsed, size_t done, size_t total) {
+    if (done == 0 || done >= total) return "";
+    return absl::StrFormat(" ETA %.0fs", elapsed / static_cast<double>(done) *
+                                             static_cast<double>(total - done));
+  }
+
+ private:
+  std::optional<Stage> stage_;
+  std::chrono::steady_clock::time_point begin_;
+};
+
 class TerminalProgress : public ProgressSink {
  public:
   ~TerminalProgress() override { Clear(); }
 
   void Update(Stage stage, size_t done, size_t total,
               const std::string& detail) override {
-    const auto now = std::chrono::steady_clock::now();
-    if (stage != stage_) {
-      stage_ = stage;
-      begin_ = now;
-      drawn_ = {};
-    }
+    const double elapsed = estimate_.Begin(stage);
+    if (elapsed < drawn_) drawn_ = -1;  // another stage
     // Often enough to look alive, rarely enough to cost nothing.
-    if (done != total && now - drawn_ < std::chrono::milliseconds(100)) return;
-    drawn_ = now;
+    if (done != total && drawn_ >= 0 && elapsed - drawn_ < 0.1) return;
+    drawn_ = elapsed;
     constexpr size_t kWidth = 24;
     const size_t filled = total == 0 ? kWidth : kWidth * done / total;
-    const double elapsed = std::chrono::duration<double>(now - begin_).count();
-    std::string eta;
-    if (done > 0 && done < total) {
-      eta =
-          absl::StrFormat(" ETA %.0fs", elapsed / static_cast<double>(done) *
-                                            static_cast<double>(total - done));
-    }
     std::string line =
         absl::StrCat(StageName(stage), " [", std::string(filled, '#'),
                      std::string(kWidth - filled, '.'), "] ", done, "/", total,
-                     eta, " ", detail);
+                     Estimate::Text(elapsed, done, total), " ", detail);
     if (const size_t width = Width(); line.size() > width) line.resize(width);
     std::fprintf(stderr, "\r\033[K%s", line.c_str());
     std::fflush(stderr);
@@ -84,21 +98,29 @@ class TerminalProgress : public ProgressSink {
     open_ = false;
   }
 
-  std::optional<Stage> stage_;
-  std::chrono::steady_clock::time_point begin_;
-  std::chrono::steady_clock::time_point drawn_;
+  Estimate estimate_;
+  double drawn_ = -1;  // seconds into the stage; negative: not yet
   bool open_ = false;
 };
 
+// For logs: a line when a stage ends, and now and then while it lasts.
 class LineProgress : public ProgressSink {
  public:
   void Update(Stage stage, size_t done, size_t total,
-              const std::string&) override {
-    if (done == total && total != 0 && stage_ != stage) {
-      stage_ = stage;
-      std::fprintf(stderr, "%s %zu/%zu\n",
-                   std::string(StageName(stage)).c_str(), done, total);
+              const std::string& detail) override {
+    constexpr double kSecondsBetween = 30;
+    const double elapsed = estimate_.Begin(stage);
+    if (elapsed < printed_) printed_ = 0;  // another stage
+    const bool ended = done == total && total != 0 && ended_ != stage;
+    if (!ended && (done == total || elapsed - printed_ < kSecondsBetween)) {
+      return;
     }
+    printed_ = elapsed;
+    if (ended) ended_ = stage;
+    std::fprintf(stderr, "%s %zu/%zu%s%s\n",
+                 std::string(StageName(stage)).c_str(), done, total,
+                 Estimate::Text(elapsed, done, total).c_str(),
+                 ended ? "" : absl::StrCat(" ", detail).c_str());
   }
 
   void Note(const std::string& line) override {
@@ -106,7 +128,9 @@ class LineProgress : public ProgressSink {
   }
 
  private:
-  std::optional<Stage> stage_;
+  Estimate estimate_;
+  double printed_ = 0;  // seconds into the stage
+  std::optional<Stage> ended_;
 };
 
 // only_look: nothing is to be created or changed.

@@ -227,7 +227,7 @@ absl::StatusOr<PrewarmOptions> MakePrewarmOptions(
 NvrtcProbeOptions MakeNvrtcOptions(const GlobalOptions& global);
 
 // Progress on stderr: a bar that redraws itself on a terminal, otherwise a line
-// whenever a stage ends.
+// whenever a stage ends and every half minute while it lasts.
 std::unique_ptr<ProgressSink> MakeProgress();
 
 // Rows of cells as a left-aligned table; the first row is the head.

@@ -160,15 +160,16 @@ std::vector<Casualty> RemoteRacer::TakeCasualties() {
 }
 
 std::optional<size_t> RemoteRacer::turn() const {
-  if (watch_ == nullptr || !job_.has_value()) return std::nullopt;
+  if (process_ == nullptr || !job_.has_value()) return std::nullopt;
   const uint64_t turn = watch_->turn.load(std::memory_order_relaxed);
   // The worker's memory is only its own as long as all candidates behave.
   if (turn == 0 || turn > job_->contenders.size()) return std::nullopt;
   return turn - 1;
 }
 
-pid_t RemoteRacer::pid() const {
-  return process_ != nullptr ? process_->pid() : -1;
+std::optional<pid_t> RemoteRacer::pid() const {
+  if (process_ == nullptr) return std::nullopt;
+  return process_->pid();
 }
 
 // Gives a ready worker what it lacks.

@@ -97,8 +97,8 @@ class RemoteRacer {
   // Whose turn it is.
   std::optional<size_t> turn() const;
 
-  // Of the worker, or -1; for tests and diagnostics.
-  pid_t pid() const;
+  // Of the worker, if one runs; for tests and diagnostics.
+  std::optional<pid_t> pid() const;
 
  private:
   using Clock = std::chrono::steady_clock;

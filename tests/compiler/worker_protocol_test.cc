@@ -199,9 +199,9 @@ TEST(FrameParserTest, CutsAStreamIntoFramesWhateverItsPieces) {
 
 TEST(FrameParserTest, RefusesAnUnknownTypeAndAnExcessiveLength) {
   FrameParser unknown;
-  unknown.Feed(absl::string_view("\x09\0\0\0\0\0\0\0", 8));
+  unknown.Feed(absl::string_view("\x63\0\0\0\0\0\0\0", 8));
   EXPECT_THAT(unknown.Next(),
-              StatusIs(absl::StatusCode::kDataLoss, HasSubstr("type 9")));
+              StatusIs(absl::StatusCode::kDataLoss, HasSubstr("type 99")));
   FrameParser excessive;
   excessive.Feed(absl::string_view("\x04\0\0\0\xFF\xFF\xFF\xFF", 8));
   EXPECT_THAT(excessive.Next(), StatusIs(absl::StatusCode::kDataLoss,

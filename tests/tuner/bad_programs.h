@@ -1,5 +1,5 @@
-// CPU programs that misbehave: the fused_moe template with one change in its
-// first kernel, compiled like any candidate.
+// Programs that misbehave: a fused_moe template with one change in a kernel
+// that every plan launches, compiled like any candidate.
 
 #ifndef KILN_TESTS_TUNER_BAD_PROGRAMS_H_
 #define KILN_TESTS_TUNER_BAD_PROGRAMS_H_
@@ -12,16 +12,17 @@ enum class Deed {
   kNone,
   kSpins,      // never returns
   kSegfaults,  // writes to address 8
-  kAborts,     // sends itself SIGABRT
-  kExits,      // ends the process with code 3
-  kTraps,      // executes an illegal instruction
+  kTraps,      // executes an instruction that traps
+  // On the CPU only:
+  kAborts,  // sends itself SIGABRT
+  kExits,   // ends the process with code 3
   // Segfaults at the 60th launch in one process: right as long as it is
   // verified, broken while it is timed.
   kSegfaultsLate,
   kSpinsLate,  // the same, but never returns
 };
 
-// `unit` with the deed in it.
+// `unit`, of the CPU or the CUDA template, with the deed in it.
 SourceUnit Misbehaving(SourceUnit unit, Deed deed);
 
 }  // namespace kiln::testing

@@ -55,7 +55,8 @@ Program SomeProgram() {
                       .static_shared_bytes = 1024,
                       .local_bytes = 8,
                       .max_threads = 256},
-                     {.entry = "kiln_fc2"}};
+                     Kernel()};
+  program.kernels[1].entry = "kiln_fc2";
   return program;
 }
 
