@@ -410,35 +410,6 @@ absl::StatusOr<std::vector<DeviceProfile>> FindCpu(const Target& target) {
   return std::vector<DeviceProfile>{*profile};
 }
 
-absl::StatusOr<std::vector<DeviceProfile>> FindGpus(
-    const Target& target, const std::vector<int>& ordinals) {
-  const std::vector<DeviceProfile> devices = ListCudaDevices();
-  std::vector<DeviceProfile> found;
-  if (devices.empty()) return found;
-  for (const int ordinal : ordinals) {
-    if (static_cast<size_t>(ordinal) >= devices.size()) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("GPU ", ordinal, " does not exist: the driver lists ",
-                       devices.size(), ", numbered from 0"));
-    }
-    const DeviceProfile& device = devices[static_cast<size_t>(ordinal)];
-    const DeviceProfile& first = devices[static_cast<size_t>(ordinals.front())];
-    if (MeasureIdentity(device) != MeasureIdentity(first)) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          "GPU ", ordinals.front(), " (", first.Describe(), ") and GPU ",
-          ordinal, " (", device.Describe(),
-          ") are not alike, so their winners may differ: race on each kind "
-          "of device in a run of its own"));
-    }
-    const absl::StatusOr<DeviceProfile> profile =
-        ProfileForTarget(device, target);
-    // A target that these devices do not run is compiled and predicted.
-    if (!profile.ok()) return std::vector<DeviceProfile>();
-    found.push_back(*profile);
-  }
-  return found;
-}
-
 }  // namespace
 
 ProgressSink::~ProgressSink() = default;
@@ -477,6 +448,35 @@ std::optional<Stage> ParseStage(absl::string_view name) {
   return std::nullopt;
 }
 
+absl::StatusOr<std::vector<DeviceProfile>> ChooseGpus(
+    const std::vector<DeviceProfile>& devices, const Target& target,
+    const std::vector<int>& ordinals) {
+  std::vector<DeviceProfile> found;
+  if (devices.empty()) return found;
+  for (const int ordinal : ordinals) {
+    if (static_cast<size_t>(ordinal) >= devices.size()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("GPU ", ordinal, " does not exist: the driver lists ",
+                       devices.size(), ", numbered from 0"));
+    }
+    const DeviceProfile& device = devices[static_cast<size_t>(ordinal)];
+    const DeviceProfile& first = devices[static_cast<size_t>(ordinals.front())];
+    if (MeasureIdentity(device) != MeasureIdentity(first)) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "GPU ", ordinals.front(), " (", first.Describe(), ") and GPU ",
+          ordinal, " (", device.Describe(),
+          ") are not alike, so their winners may differ: race on each kind "
+          "of device in a run of its own"));
+    }
+    const absl::StatusOr<DeviceProfile> profile =
+        ProfileForTarget(device, target);
+    // A target that these devices do not run is compiled and predicted.
+    if (!profile.ok()) return std::vector<DeviceProfile>();
+    found.push_back(*profile);
+  }
+  return found;
+}
+
 absl::StatusOr<TargetContext> ResolveTarget(const Target& target,
                                             const PrewarmOptions& options,
                                             PlanCache* cache) {
@@ -484,10 +484,11 @@ absl::StatusOr<TargetContext> ResolveTarget(const Target& target,
   context.target = target;
   context.profile = AssumedProfile(target);
   if (!options.compile_only) {
-    ASSIGN_OR_RETURN(context.devices,
-                     target.backend == Backend::kCpu
-                         ? FindCpu(target)
-                         : FindGpus(target, options.device_ordinals));
+    ASSIGN_OR_RETURN(
+        context.devices,
+        target.backend == Backend::kCpu
+            ? FindCpu(target)
+            : ChooseGpus(ListCudaDevices(), target, options.device_ordinals));
     if (!context.devices.empty()) context.profile = context.devices.front();
   }
   CacheProbeMemo memo(cache);

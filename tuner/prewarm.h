@@ -143,6 +143,14 @@ struct TargetContext {
   CompilerSetup setup;
 };
 
+// The GPUs with the driver's numbers `ordinals` among all `devices`, as devices
+// for `target`; empty when there is none or they do not run it.
+//   Errors: FailedPrecondition for one that does not exist or whose measure
+//   identity is not that of the first, naming both.
+absl::StatusOr<std::vector<DeviceProfile>> ChooseGpus(
+    const std::vector<DeviceProfile>& devices, const Target& target,
+    const std::vector<int>& ordinals);
+
 // Finds device profile and compiler of a target. With compile_only, or without
 // the device, the profile is the target's usual one (`assumed`).
 //   Errors: FailedPrecondition when one of several devices does not exist or is

@@ -221,6 +221,25 @@ class HappyPathTest(CliTest):
                             else f"{SCRATCH}/.cache/kiln"))
             self.assertEqual(folder, expected)
 
+    def test_doctor_says_what_nvml_offers(self):
+        nvml = DOCTOR["nvml"]
+        self.assertIn("version" if nvml["found"] else "problem", nvml)
+        for device in DOCTOR["devices"]:
+            self.assertIn("state", device)
+        self.assertIn("nvml ", kiln("doctor", cache=None).out)
+
+    def test_a_race_worker_is_not_for_use_by_hand(self):
+        result = kiln("race-worker", cache=None)
+        self.assertEqual(result.code, USAGE, result)
+        self.assertIn("kiln starts it when it needs it", result.err)
+
+    def test_several_devices_are_a_list(self):
+        result = kiln("plan", SMALL, *CPU, "--device", "0,1")
+        self.assertEqual(result.code, DONE, result)
+        for bad in ("0,x", "0,64", "-1"):
+            result = kiln("plan", SMALL, *CPU, "--device", bad)
+            self.assertEqual(result.code, USAGE, (bad, result))
+
     def test_freeze_is_reproducible(self):
         other = SCRATCH / "again.kiln"
         result = kiln("--json", "freeze", SMALL, *CPU, "--allow-unqualified",

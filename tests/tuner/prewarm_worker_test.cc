@@ -246,6 +246,43 @@ TEST_F(PrewarmWorkerTest, TwoWorkersShareTheRaces) {
   }
 }
 
+TEST(ChooseGpusTest, TakesEqualOnesAndRefusesAMix) {
+  DeviceProfile h200;
+  h200.target = {.backend = Backend::kCuda, .level = 90, .arch_specific = true};
+  h200.compute_capability = 90;
+  h200.multiprocessors = 132;
+  h200.memory_gib = 144;
+  h200.name = "NVIDIA H200";
+  h200.uuid = "00";
+  DeviceProfile other = h200;
+  other.uuid = "01";
+  DeviceProfile smaller = h200;
+  smaller.multiprocessors = 114;
+  smaller.memory_gib = 80;
+  smaller.name = "NVIDIA H100 PCIe";
+  const std::vector<DeviceProfile> devices = {h200, smaller, other};
+  ASSERT_OK_AND_ASSIGN(const std::vector<DeviceProfile> equal,
+                       ChooseGpus(devices, h200.target, {2, 0}));
+  ASSERT_EQ(equal.size(), 2u);
+  EXPECT_EQ(equal[0].uuid, "01");
+  EXPECT_EQ(equal[1].uuid, "00");
+  EXPECT_THAT(
+      ChooseGpus(devices, h200.target, {0, 2, 1}),
+      StatusIs(absl::StatusCode::kFailedPrecondition,
+               AllOf(HasSubstr("GPU 0 (NVIDIA H200, sm_90a, 132 SMs, 144 GiB"),
+                     HasSubstr("GPU 1 (NVIDIA H100 PCIe, sm_90a, 114 SMs"))));
+  EXPECT_THAT(ChooseGpus(devices, h200.target, {0, 3}),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("GPU 3 does not exist")));
+  // Without any GPU, or for another architecture, plans are predicted.
+  EXPECT_THAT(ChooseGpus({}, h200.target, {0, 1}),
+              testing::IsOkAndHolds(IsEmpty()));
+  const Target newer = {
+      .backend = Backend::kCuda, .level = 120, .arch_specific = true};
+  EXPECT_THAT(ChooseGpus(devices, newer, {0}),
+              testing::IsOkAndHolds(IsEmpty()));
+}
+
 // ---- busy devices ----------------------------------------------------------
 
 TEST_F(PrewarmWorkerTest, ABusyDeviceIsWaitedForOrRefused) {
