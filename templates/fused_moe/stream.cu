@@ -70,8 +70,16 @@ constexpr u32 kDepth = kInter;
 constexpr u32 kChannels = KILN_CHANNELS;
 constexpr u32 kOperands = 1;
 #endif
+// A result that one warp finishes, an item: the channels of a row that a 128
+// block needs, gate and up together.
+#if KILN_PART == 1
+constexpr u32 kItemChannels = 256;
+#else
+constexpr u32 kItemChannels = 128;
+#endif
 constexpr u32 kStrips = kChannels / (16 * kWarpTiles);
 constexpr u32 kGroups = kWarps / kStrips;  // slices of K within a block
+constexpr u32 kSlices = kCluster * kGroups;
 
 constexpr u32 kRunRows = kSum == kBytes ? 4 : 8;
 constexpr u32 kElementBytes = kSum == kHalves || kSum == kBytes ? 4 : 2;
@@ -80,8 +88,13 @@ constexpr u32 kBlocksMax = (kDepth / 128 + kCluster - 1) / kCluster;
 // Padded by 16 bytes: rows then start in different 16-byte bank groups.
 constexpr u32 kRowBytes = kBlocksMax * 128 * kElementBytes + 16;
 constexpr u32 kOperandBytes = 8 * kRowBytes;
+constexpr u32 kRowItems = kChannels / kItemChannels;
+// Items that one block of the cluster finishes, at most; and a warp.
+constexpr u32 kBlockItems = (kRunRows * kRowItems + kCluster - 1) / kCluster;
+constexpr u32 kWarpItems = (kBlockItems + kWarps - 1) / kWarps;
 // Padded so that the four tokens of a fragment lie in different banks.
-constexpr u32 kPartialRow = kChannels + 4;
+constexpr u32 kPartialRow = kItemChannels + 4;
+constexpr u32 kSliceFloats = kBlockItems * kPartialRow;
 
 static_assert(kHidden % 128 == 0 && kInter % 128 == 0, "H and I: 128 blocks");
 static_assert(kExperts >= 1 && kExperts <= 1024, "E in 1..1024");
@@ -138,26 +151,34 @@ __device__ __forceinline__ void ClusterWait() {
   __syncthreads();
 }
 
-// Four floats at a shared address of this block, in block `rank` of the
+// Stores a float at a shared address of this block, but in block `rank` of the
 // cluster.
-__device__ __forceinline__ float4 LoadFrom(u32 address, u32 rank) {
-  float4 v;
+__device__ __forceinline__ void StoreTo(u32 address, u32 rank, float v) {
 #if __CUDA_ARCH__ >= 900
   if constexpr (kCluster > 1) {
-    u32 remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(remote)
-        : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(remote));
-    return v;
+    asm volatile(
+        "{\n"
+        "  .reg .b32 remote;\n"
+        "  mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "  st.shared::cluster.f32 [remote], %2;\n"
+        "}" ::"r"(address),
+        "r"(rank), "f"(v)
+        : "memory");
+    return;
   }
 #endif
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address));
-  return v;
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+
+__device__ __forceinline__ void PrefetchLine(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+// Asks the L2 cache for `count` elements of 2 bytes, 128 bytes per thread.
+__device__ __forceinline__ void Prefetch(const u16* from, u32 count) {
+  for (u32 i = threadIdx.x * 64; i < count; i += kThreads * 64) {
+    PrefetchLine(from + i);
+  }
 }
 
 // ---- routing ---------------------------------------------------------------
@@ -181,6 +202,9 @@ struct Run {
   u32 rows;   // 0: there is no such run
   u32 route;  // lane i: the route of row i
 };
+
+// More runs than this there are not.
+__device__ __forceinline__ u32 RunsMax(u32 tokens) { return tokens * kTopK; }
 
 struct RouterSpace {
   u32 counts[(kExperts + 31) / 32 * 32];  // routes of each expert
@@ -531,16 +555,33 @@ __device__ __forceinline__ void Fill(const unsigned char* from, u32 half,
   }
 }
 
+// A branch that is never taken, since `one` differs from `other`: loads issued
+// before it are not moved behind the decoding they are to hide behind.
+__device__ __forceinline__ void HoldLoads(u32 one, u32 other) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred p;\n"
+      "  setp.eq.u32 p, %0, %1;\n"
+      "  @!p bra HELD%=;\n"
+      "  trap;\n"
+      "HELD%=:\n"
+      "}" ::"r"(one),
+      "r"(other)
+      : "memory");
+}
+
 // sums += this warp's slice of operand x weights: `blocks` 128 blocks.
 //   from: as in Fill; ring holds the first block
 //   operand: shared address of the lane's 16 elements of the first k-tiles
-//   stats: of the lane's rows, at its first block
+//   first, second, term: statistics of the rows whose sums the lane holds, at
+//       their first block, and which term of theirs
+//   one: 1
 template <int kBits, u32 kWidth>
 __device__ __forceinline__ void Multiply(const unsigned char* from, u32 blocks,
                                          Ring<kBits>* ring, u32 operand,
                                          const BlockStats* first,
                                          const BlockStats* second, u32 term,
-                                         Sums& sums) {
+                                         u32 one, Sums& sums) {
   constexpr u64 kBlockBytes = static_cast<u64>(kWidth) * 16 * kBits;
   const u32 lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -558,8 +599,7 @@ __device__ __forceinline__ void Multiply(const unsigned char* from, u32 blocks,
         for (int n = 0; n < kBits; ++n) w[i][n + 1] = ring->w[half][i][n];
       }
       if (block + 1 < blocks) Fill<kBits, kWidth>(from, half, ring);
-      // Keeps the loads above the decoding they are to hide behind.
-      __syncwarp();
+      HoldLoads(one, 2 + half);
       const u32 at = operand + (block * 2 + half) * (64 * kElementBytes);
       if constexpr (kElementBytes == 2) {
         const uint4 low = LoadShared16(at);
@@ -631,7 +671,7 @@ __device__ __forceinline__ float Affine(float sum, const BlockStats* stats,
 // What a block keeps in shared memory beside routes and statistics.
 struct Space {
   unsigned char* operands;  // [kOperands][8][kRowBytes]
-  float* partials;          // [kGroups][kRunRows][kPartialRow]
+  float* partials;          // [kSlices][kBlockItems][kPartialRow]
 };
 
 __device__ __forceinline__ Space FindSpace() {
@@ -675,11 +715,14 @@ __device__ __forceinline__ const unsigned char* FirstWords(
          lane / 4 * (4 * kBits);
 }
 
-// Multiplies and leaves the warp's sums among the block's partial ones.
+// Multiplies and hands the warp's sums to the blocks of the cluster that finish
+// them: item i is the work of block i % kCluster.
+//   wait: blocks of the cluster may not have started yet
 template <int kBits, u32 kWidth>
 __device__ __forceinline__ void MultiplyAndStore(
     const unsigned char* from, Ring<kBits>* ring, const Slice& slice,
-    const Space& space, OperandStats& stats, u32 operand, u32 rows) {
+    const Space& space, OperandStats& stats, u32 operand, u32 rows, u32 one,
+    bool wait) {
   const u32 lane = threadIdx.x % 32;
   const u32 group = threadIdx.x / 32 / kStrips;
   const u32 strip = threadIdx.x / 32 % kStrips;
@@ -701,43 +744,50 @@ __device__ __forceinline__ void MultiplyAndStore(
   }
   Sums sums = {};
   Multiply<kBits, kWidth>(from, slice.group_blocks, ring, at, token_stats[0],
-                          token_stats[1], lane % 4 * 2 / kRunRows, sums);
-  float* to = space.partials +
-              (group * kRunRows + token) * kPartialRow +
-              strip * (kWarpTiles * 16) + lane / 4;
+                          token_stats[1], lane % 4 * 2 / kRunRows,
+                          one, sums);
+  if (wait) ClusterWait();
+  const u32 slice_index = (blockIdx.x % kCluster) * kGroups + group;
+  const u32 to =
+      SharedAddress(space.partials) +
+      (slice_index * kSliceFloats +
+       strip * (kWarpTiles * 16) % kItemChannels + lane / 4) * 4;
 #pragma unroll
-  for (u32 i = 0; i < kWarpTiles; ++i) {
+  for (u32 d = 0; d < 2; ++d) {
+    const u32 item =
+        (token + d) * kRowItems + strip * (kWarpTiles * 16) / kItemChannels;
+    const u32 at = to + item / kCluster * (kPartialRow * 4);
 #pragma unroll
-    for (u32 d = 0; d < 4; ++d) {
-      float sum = sums[i][d];
-      // The two terms of a row are four columns apart.
-      if constexpr (kSum == kBytes) sum += __shfl_xor_sync(kAll, sum, 2);
-      if (lane % 4 * 2 < kRunRows && token + d % 2 < rows) {
-        to[d % 2 * kPartialRow + i * 16 + d / 2 * 8] =
-            Affine(sum, token_stats[d % 2], slice.group_blocks);
+    for (u32 i = 0; i < kWarpTiles; ++i) {
+#pragma unroll
+      for (u32 high = 0; high < 2; ++high) {
+        float sum = sums[i][high * 2 + d];
+        // The two terms of a row are four columns apart.
+        if constexpr (kSum == kBytes) sum += __shfl_xor_sync(kAll, sum, 2);
+        if (lane % 4 * 2 < kRunRows && token + d < rows) {
+          StoreTo(at + (i * 16 + high * 8) * 4, item % kCluster,
+                  Affine(sum, token_stats[d], slice.group_blocks));
+        }
       }
     }
   }
 }
 
-// Adds up the slices of K in their order, for four neighbouring channels of a
-// row, and rounds to fp16 (steps 4 and 8). Behind ClusterWait only.
-__device__ __forceinline__ void AddSlices(const Space& space, u32 row,
+// Adds up the slices of K in their order, for four neighbouring channels of an
+// item of this block, and rounds to fp16 (steps 4 and 8). Behind ClusterWait.
+__device__ __forceinline__ void AddSlices(const Space& space, u32 item,
                                           u32 column, float (&v)[4]) {
-  const u32 from =
-      SharedAddress(space.partials + row * kPartialRow + column);
+  const float* from =
+      space.partials + item / kCluster * kPartialRow + column;
   v[0] = v[1] = v[2] = v[3] = 0.0f;
 #pragma unroll
-  for (u32 rank = 0; rank < kCluster; ++rank) {
-#pragma unroll
-    for (u32 group = 0; group < kGroups; ++group) {
-      const float4 part =
-          LoadFrom(from + group * (kRunRows * kPartialRow * 4), rank);
-      v[0] += part.x;
-      v[1] += part.y;
-      v[2] += part.z;
-      v[3] += part.w;
-    }
+  for (u32 i = 0; i < kSlices; ++i) {
+    const float4 part =
+        *reinterpret_cast<const float4*>(from + i * kSliceFloats);
+    v[0] += part.x;
+    v[1] += part.y;
+    v[2] += part.z;
+    v[3] += part.w;
   }
   Unpack4(Round4(v), v);
 }
@@ -777,7 +827,8 @@ __device__ __forceinline__ uint2 Rotate(const u16* __restrict__ x,
 template <int kBits>
 __device__ __forceinline__ void LoadAndMultiply(
     const u16* __restrict__ weights, const Run& run, const Slice& slice,
-    u32 column, const Space& space, OperandStats& stats, u32 operand) {
+    u32 column, const Space& space, OperandStats& stats, u32 operand,
+    u32 one, bool first) {
   Ring<kBits> ring;
   const unsigned char* from =
       FirstWords<kBits, kInter>(weights, run.expert, slice, column);
@@ -786,7 +837,7 @@ __device__ __forceinline__ void LoadAndMultiply(
     Fill<kBits, kInter>(from, 1, &ring);
   }
   MultiplyAndStore<kBits, kInter>(from, &ring, slice, space, stats, operand,
-                                  run.rows);
+                                  run.rows, one, first);
 }
 #endif
 
@@ -828,6 +879,7 @@ __launch_bounds__(kThreads, KILN_CTAS)
   __shared__ RouterSpace router_space;
   __shared__ OperandStats stats;
   LetNextStart();
+  ClusterArrive();
   const u32 lane = threadIdx.x % 32;
   const u32 warp = threadIdx.x / 32;
   const u32 rank = blockIdx.x % kCluster;
@@ -836,12 +888,21 @@ __launch_bounds__(kThreads, KILN_CTAS)
   const u32 column = channel + warp % (kStrips / 2) * (kWarpTiles * 16);
   const Slice slice = FindSlice(rank);
   const Space space = FindSpace();
+  // While the ids are on their way.
+  for (u32 token = 0; token < tokens; ++token) {
+    Prefetch(x + static_cast<u64>(token) * kHidden + slice.begin * 128,
+             slice.blocks * 128);
+  }
+  if (KILN_SHARED_SUH) {
+    Prefetch(gate_suh + slice.begin * 128, slice.blocks * 128);
+    Prefetch(up_suh + slice.begin * 128, slice.blocks * 128);
+  }
   const Router router(ids, tokens, &router_space);
+  const u32 one = (tokens + kTokensMax - 1) / kTokensMax;
+  bool first = true;
 
-  for (u32 index = blockIdx.y;; index += gridDim.y) {
-    const Run run = router.Find(index);
-    if (run.rows == 0) break;
-
+  Run run = router.Find(blockIdx.y);
+  for (u32 index = blockIdx.y; run.rows != 0;) {
 #if KILN_BITS_GATE == KILN_BITS_UP
     Ring<KILN_BITS_GATE> ring;
     const unsigned char* from = FirstWords<KILN_BITS_GATE, kInter>(
@@ -867,34 +928,40 @@ __launch_bounds__(kThreads, KILN_CTAS)
     }
     __syncthreads();
 
+    // For the activation.
+    const u16* table = rotations + static_cast<u64>(run.expert) * (3 * kInter) +
+                       channel + lane * 4;
+    if (warp < 3 && lane % 16 == 0) PrefetchLine(table + warp * kInter);
+
 #if KILN_BITS_GATE == KILN_BITS_UP
     MultiplyAndStore<KILN_BITS_GATE, kInter>(from, &ring, slice, space, stats,
-                                             is_up ? 1 : 0, run.rows);
+                                             is_up ? 1 : 0, run.rows, one,
+                                             first);
 #else
     if (is_up) {
-      LoadAndMultiply<KILN_BITS_UP>(w_up, run, slice, column, space, stats, 1);
+      LoadAndMultiply<KILN_BITS_UP>(w_up, run, slice, column, space, stats, 1,
+                                    one, first);
     } else {
       LoadAndMultiply<KILN_BITS_GATE>(w_gate, run, slice, column, space, stats,
-                                      0);
+                                      0, one, first);
     }
 #endif
 
-    // A row's activation is the work of one warp of the cluster.
-    const u32 row = warp * kCluster + rank;
-    const bool mine = row < run.rows;
-    float gate_svh[4], up_svh[4], down_suh[4];
     ClusterArrive();
-    if (mine) {
-      const u16* table = rotations +
-                         static_cast<u64>(run.expert) * (3 * kInter) + channel +
-                         lane * 4;
+    Run next;
+    next.expert = next.rows = next.route = 0;
+    if (index + gridDim.y < RunsMax(tokens)) {
+      next = router.Find(index + gridDim.y);
+    }
+    // A row's activation is the work of one warp of the cluster. The others
+    // may leave: nobody reads what they hold.
+    const u32 row = warp * kCluster + rank;
+    if (kCluster == 1 || row < run.rows || next.rows != 0) ClusterWait();
+    if (row < run.rows) {
+      float gate[4], up[4], gate_svh[4], up_svh[4], down_suh[4];
       Load4(table, gate_svh);
       Load4(table + kInter, up_svh);
       Load4(table + 2 * kInter, down_suh);
-    }
-    ClusterWait();
-    if (mine) {
-      float gate[4], up[4];
       AddSlices(space, row, lane * 4, gate);
       AddSlices(space, row, 128 + lane * 4, up);
       kd::WarpHadamard128(gate, lane);
@@ -911,9 +978,13 @@ __launch_bounds__(kThreads, KILN_CTAS)
       *reinterpret_cast<uint2*>(activated + static_cast<u64>(route) * kInter +
                                 channel + lane * 4) = Round4(value);
     }
-    // Nobody may leave or start over while its sums are being read.
+    run = next;
+    index += gridDim.y;
+    if (run.rows == 0) break;
+    // Sums may be overwritten.
     ClusterArrive();
     ClusterWait();
+    first = false;
   }
   Clear(ids, arrivals, out, tokens);
 }
@@ -931,24 +1002,22 @@ __launch_bounds__(kThreads, KILN_CTAS)
                     float* __restrict__ routed, u32* __restrict__ arrivals,
                     float* __restrict__ out, u32 tokens) {
   constexpr int kBits = KILN_BITS_DOWN;
-  constexpr u32 kBlockRows = kChannels / 128;
-  // Results of 128 channels of a row that a warp finishes, at most.
-  constexpr u32 kItems =
-      (kRunRows * kBlockRows + kCluster * kWarps - 1) / (kCluster * kWarps);
   __shared__ RouterSpace router_space;
   __shared__ OperandStats stats;
+  ClusterArrive();
   const u32 lane = threadIdx.x % 32;
   const u32 warp = threadIdx.x / 32;
   const u32 rank = blockIdx.x % kCluster;
   const u32 channel = blockIdx.x / kCluster * kChannels;
   const Slice slice = FindSlice(rank);
   const Space space = FindSpace();
+  if (KILN_SHARED_SUH) Prefetch(down_svh + channel, kChannels);
   const Router router(ids, tokens, &router_space);
-  bool waited = false;
+  const u32 one = (tokens + kTokensMax - 1) / kTokensMax;
+  bool first = true;
 
-  for (u32 index = blockIdx.y;; index += gridDim.y) {
-    const Run run = router.Find(index);
-    if (run.rows == 0) break;
+  Run run = router.Find(blockIdx.y);
+  for (u32 index = blockIdx.y; run.rows != 0;) {
     Ring<kBits> ring;
     const unsigned char* from = FirstWords<kBits, kHidden>(
         w_down, run.expert, slice,
@@ -957,8 +1026,11 @@ __launch_bounds__(kThreads, KILN_CTAS)
       Fill<kBits, kHidden>(from, 0, &ring);
       Fill<kBits, kHidden>(from, 1, &ring);
     }
-    if (!waited) WaitForPrevious();
-    waited = true;
+    if (!KILN_SHARED_SUH) {
+      Prefetch(down_svh + static_cast<u64>(run.expert) * kHidden + channel,
+               kChannels);
+    }
+    if (first) WaitForPrevious();
 
     for (u32 item = warp; item < run.rows * slice.blocks; item += kWarps) {
       const u32 block = item % slice.blocks;
@@ -971,35 +1043,37 @@ __launch_bounds__(kThreads, KILN_CTAS)
     }
     __syncthreads();
     MultiplyAndStore<kBits, kHidden>(from, &ring, slice, space, stats, 0,
-                                     run.rows);
+                                     run.rows, one, first);
 
-    float svh[kItems][4];
     ClusterArrive();
-#pragma unroll
-    for (u32 i = 0; i < kItems; ++i) {
-      const u32 item = (i * kWarps + warp) * kCluster + rank;
-      if (item < run.rows * kBlockRows) {
-        const u64 table = KILN_SHARED_SUH ? 0 : run.expert;
-        Load4(down_svh + table * kHidden + channel +
-                  item % kBlockRows * 128 + lane * 4,
-              svh[i]);
-      }
+    Run next;
+    next.expert = next.rows = next.route = 0;
+    if (index + gridDim.y < RunsMax(tokens)) {
+      next = router.Find(index + gridDim.y);
     }
-    ClusterWait();
+    // As in fc1; item i is 128 channels of row i / kRowItems.
+    const u32 items = run.rows * kRowItems;
+    if (kCluster == 1 || warp * kCluster + rank < items || next.rows != 0) {
+      ClusterWait();
+    }
 #pragma unroll
-    for (u32 i = 0; i < kItems; ++i) {
+    for (u32 i = 0; i < kWarpItems; ++i) {
       const u32 item = (i * kWarps + warp) * kCluster + rank;
-      if (item >= run.rows * kBlockRows) break;
-      const u32 inner = item % kBlockRows * 128 + lane * 4;
-      const u32 route = __shfl_sync(kAll, run.route, item / kBlockRows);
+      if (item >= items) break;
+      const u32 inner = item % kRowItems * 128 + lane * 4;
+      const u32 route = __shfl_sync(kAll, run.route, item / kRowItems);
       const u32 token = route / kTopK;
-      float value[4];
-      AddSlices(space, item / kBlockRows, inner, value);
+      float value[4], svh[4];
+      Load4(down_svh +
+                (KILN_SHARED_SUH ? u64{0} : u64{run.expert}) * kHidden +
+                channel + inner,
+            svh);
+      AddSlices(space, item, lane * 4, value);
       kd::WarpHadamard128(value, lane);
       *reinterpret_cast<float4*>(routed + static_cast<u64>(route) * kHidden +
                                  channel + inner) =
-          make_float4(value[0] * svh[i][0], value[1] * svh[i][1],
-                      value[2] * svh[i][2], value[3] * svh[i][3]);
+          make_float4(value[0] * svh[0], value[1] * svh[1], value[2] * svh[2],
+                      value[3] * svh[3]);
       // The last of a token's routes to arrive adds them up, in their order.
       const RouteId* own = ids + static_cast<u64>(token) * kTopK;
       const u32 active = __ballot_sync(
@@ -1048,11 +1122,15 @@ __launch_bounds__(kThreads, KILN_CTAS)
                                  channel + inner) =
           make_float4(sum[0], sum[1], sum[2], sum[3]);
     }
+    run = next;
+    index += gridDim.y;
+    if (run.rows == 0) break;
     ClusterArrive();
     ClusterWait();
+    first = false;
   }
   // This grid must not end before the one it depends on.
-  if (!waited) WaitForPrevious();
+  if (first) WaitForPrevious();
 }
 
 #endif  // KILN_PART == 2

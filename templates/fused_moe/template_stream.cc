@@ -87,8 +87,13 @@ Product Fc2(const RequestGeometry& geometry, const AxisPoint& point) {
 // Operand rows and partial sums; README.md, "Stream".
 int64_t DynamicSharedBytes(const Product& product, int64_t sum) {
   const int64_t element = sum == kHalves || sum == kBytes ? 4 : 2;
+  // Results that a block of the cluster finishes.
+  const int64_t item_channels = product.operands * kBlock;
+  const int64_t items = (RunRows(sum) * product.channels / item_channels +
+                         product.cluster - 1) /
+                        product.cluster;
   return product.operands * 8 * (product.blocks() * kBlock * element + 16) +
-         product.groups() * RunRows(sum) * (product.channels + 4) * 4;
+         product.cluster * product.groups() * items * (item_channels + 4) * 4;
 }
 
 // An upper bound of what stream.cu declares on its own.
@@ -180,7 +185,7 @@ class Template : public KernelTemplate {
  private:
   static std::vector<Axis> Axes() {
     return {{"sum", {kRounded, kHalves, kBytes, kBiased}},
-            {"cluster_fc1", {1, 2, 4, 8}},
+            {"cluster_fc1", {1, 2, 3, 4, 6, 8}},
             {"warps_fc1", {8, 16, 24}},
             {"channels_fc2", {128, 256}},
             {"cluster_fc2", {1, 2, 3, 4, 6, 8}},

@@ -156,6 +156,7 @@ struct Driver {
   int (*launch)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned,
                 unsigned, unsigned, Handle, void**, void**);
   int (*launch_ex)(const LaunchConfig*, Handle, void**, void**);
+  int (*active_clusters)(int*, Handle, const LaunchConfig*);
   int (*stream_create)(Handle*, unsigned);
   int (*stream_synchronize)(Handle);
   int (*begin_capture)(Handle, int);
@@ -198,6 +199,7 @@ inline Driver OpenDriver() {
   Resolve(library, "cuFuncSetAttribute", &d.function_set);
   Resolve(library, "cuLaunchKernel", &d.launch);
   Resolve(library, "cuLaunchKernelEx", &d.launch_ex);
+  Resolve(library, "cuOccupancyMaxActiveClusters", &d.active_clusters);
   Resolve(library, "cuStreamCreate", &d.stream_create);
   Resolve(library, "cuStreamSynchronize", &d.stream_synchronize);
   Resolve(library, "cuStreamBeginCapture_v2", &d.begin_capture);

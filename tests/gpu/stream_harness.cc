@@ -5,11 +5,13 @@
 //   stream_harness [--nvrtc FILE] [--quick] [--no-bench | --bench-only]
 //       [--compile-only ARCH] [--filter TEXT] [--threads N] [--plain]
 //       [--codebook 0|1|2] [--bits 1..8] [--shape 0|1|2] [--bench-tokens M,...]
+//       [--once AXIS=VALUE,...]
 //
 // Every case runs on poisoned and on cleared memory, and with NaN in what no
 // active route may touch. The bench times fc1 for all its axes, then the whole
 // plan for the best of them and all axes of fc2, beside candidates of the tile
-// kernel. --plain launches fc2 without programmatic dependence.
+// kernel. --plain launches fc2 without programmatic dependence; --once launches
+// one candidate for every layer, for a profiler.
 // Exit status: 0 all passed, 1 a case failed, 2 wrong use or missing library.
 
 #include <algorithm>
@@ -133,12 +135,17 @@ class Loaded {
 
   const PlanBody& body() const { return body_; }
 
-  // Registers of step `i`, and whether it spills.
+  // Registers of step `i`, "!" when it spills, and the clusters that the device
+  // holds at once.
   std::string Registers(size_t i) const {
+    LaunchConfig config = Config(i, 1, nullptr);
+    int clusters = 0;
+    driver.active_clusters(&clusters, functions_[i], &config);
     int registers = 0, local = 0;
     driver.function_get(&registers, 4, functions_[i]);
     driver.function_get(&local, 3, functions_[i]);
-    return std::to_string(registers) + (local > 0 ? "!" : "");
+    return std::to_string(registers) + (local > 0 ? "!" : "") + "c" +
+           std::to_string(clusters);
   }
 
   void Launch(size_t i, const DeviceData& d, Address arena, Address out, u32 m,
@@ -169,17 +176,11 @@ class Loaded {
       }
       args.push_back(&values[a]);
     }
+    LaunchConfig config = Config(i, m, stream);
+    if (config.grid[0] == 0 || config.grid[1] == 0) return;
     LaunchAttribute attribute = {};
     attribute.id = LaunchAttribute::kProgrammaticStreamSerialization;
     attribute.value = 1;
-    LaunchConfig config = {};
-    for (size_t n = 0; n < 3; ++n) {
-      config.grid[n] = static_cast<unsigned>(step.grid[n].Evaluate(m));
-      config.block[n] = step.block[n];
-      if (config.grid[n] == 0) return;
-    }
-    config.shared_bytes = step.dynamic_shared_bytes;
-    config.stream = stream;
     config.attributes = &attribute;
     config.attribute_count =
         overlap && step.entry == "kiln_stream_fc2" ? 1 : 0;
@@ -195,6 +196,18 @@ class Loaded {
   }
 
  private:
+  LaunchConfig Config(size_t i, u32 m, Handle stream) const {
+    const Step& step = body_.steps[i];
+    LaunchConfig config = {};
+    for (size_t n = 0; n < 3; ++n) {
+      config.grid[n] = static_cast<unsigned>(step.grid[n].Evaluate(m));
+      config.block[n] = step.block[n];
+    }
+    config.shared_bytes = step.dynamic_shared_bytes;
+    config.stream = stream;
+    return config;
+  }
+
   PlanBody body_;
   std::vector<Handle> functions_;
 };
@@ -455,12 +468,12 @@ std::vector<Case> Cases(bool quick) {
     p.routing = routing;
     add(p, std::move(axes), std::move(tokens));
   };
-  shape("one expert, one route", 128, 128, 1, 1, 1, 4, true, Routing::kUniform,
+  shape("one expert, one route", 128, 256, 1, 1, 1, 4, true, Routing::kUniform,
         {1, 7, 16}, {plain});
-  shape("1024 experts, top 8", 128, 128, 1024, 8, 2, 2, false,
-        Routing::kInactive, {1, 4, 5, 16}, {plain});
+  shape("1024 experts, top 8", 256, 128, 1024, 8, 2, 2, false,
+        Routing::kInactive, {1, 4, 5, 16}, {Stream(0, 1, 8, 256, 1, 8)});
   shape("top 32", 256, 128, 64, 32, 0, 5, true, Routing::kInactive, {1, 2, 16},
-        {plain, split});
+        {Stream(0, 1, 8, 256, 1, 8)});
   shape("H384 I640", 384, 640, 6, 2, 2, 6, true, Routing::kUniform, {1, 9, 16},
         {plain, Stream(0, 2, 8, 128, 3, 8)});
   std::vector<Assignment> all;
@@ -548,6 +561,22 @@ class Bench {
         layers_(p, *std::max_element(tokens_.begin(), tokens_.end()),
                 kLayers) {}
 
+  // Launches one candidate for every layer, for a profiler.
+  void Once(const Assignment& point) {
+    for (u32 m : tokens_) {
+      const Loaded plan(
+          Make(FusedMoeStreamTemplate(), SpecProblem(p_, m, m, arch_), point),
+          programs_);
+      const Buffer arena(plan.body().arena.bytes);
+      const Buffer out(size_t{m} * p_.hidden * 4);
+      for (u32 i = 0; i < layers_.count; ++i) {
+        plan.LaunchAll(*layers_.data[i], arena.address(), out.address(), m,
+                       nullptr);
+      }
+      Check(driver.synchronize(), "cuCtxSynchronize");
+    }
+  }
+
   void Run() {
     constexpr const char* kNames[] = {"3inst", "mcg", "mul1"};
     std::printf("\n%s %s K%d: us per layer, cold weights, graph of %u layers\n",
@@ -585,7 +614,7 @@ class Bench {
              double tile_us) {
     const KernelTemplate* stream = FusedMoeStreamTemplate();
     std::vector<Assignment> first, second;
-    for (const int64_t c : {1, 2, 4, 8}) {
+    for (const int64_t c : {1, 2, 3, 4, 6, 8}) {
       for (const int64_t w : {8, 16, 24}) {
         const Assignment point = Stream(sum, c, w, 128, 1, 8);
         if (Legal(problem, point)) first.push_back(point);
@@ -673,6 +702,7 @@ class Bench {
 
 struct Options {
   std::string nvrtc, filter, compile_only;
+  Assignment once;
   bool quick = false, bench = true, correctness = true;
   int threads = 0, codebook = 1, bits = 4, shape = 0;
   std::vector<u32> tokens = {1, 2, 4, 8, 16};
@@ -702,6 +732,14 @@ Options Parse(int argc, char** argv) {
       o.threads = std::atoi(value(&i).c_str());
     } else if (a == "--quick") {
       o.quick = true;
+    } else if (a == "--once") {
+      std::istringstream list(value(&i));
+      for (std::string axis; std::getline(list, axis, ',');) {
+        const size_t equals = axis.find('=');
+        if (equals == std::string::npos) Die("--once needs axis=value,...");
+        o.once[axis.substr(0, equals)] = std::atoi(axis.c_str() + equals + 1);
+      }
+      o.correctness = false;
     } else if (a == "--plain") {
       overlap = false;
     } else if (a == "--bench-only") {
@@ -799,7 +837,12 @@ int Main(int argc, char** argv) {
       p.inter = 512;
       p.experts = 256;
     }
-    Bench(p, o.tokens, &programs, device.arch, o.threads).Run();
+    Bench bench(p, o.tokens, &programs, device.arch, o.threads);
+    if (o.once.empty()) {
+      bench.Run();
+    } else {
+      bench.Once(o.once);
+    }
   }
   return ok ? 0 : 1;
 }
