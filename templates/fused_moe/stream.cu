@@ -11,7 +11,8 @@
 //   KILN_SUM       0 rounded: weights are rounded to fp16 as the codebook says
 //                  1 halves (3INST, MCG): both halves of a hash are operands of
 //                    their own, so the tensor core adds them, unrounded
-//                  2 bytes (MUL1): the four bytes of a hash are u8 operands, and
+//                  2 bytes (MUL1): the four bytes of a hash are u8 operands,
+//                  and
 //                    activations are two s8 terms per 128 block
 //                  3 biased (MUL1): 1024 + byte sum is the operand, the affine
 //                    map is applied to the sum, unrounded
@@ -203,9 +204,6 @@ struct Run {
   u32 route;  // lane i: the route of row i
 };
 
-// More runs than this there are not.
-__device__ __forceinline__ u32 RunsMax(u32 tokens) { return tokens * kTopK; }
-
 struct RouterSpace {
   u32 counts[(kExperts + 31) / 32 * 32];  // routes of each expert
   u16 experts[kRoutesMax];                // expert of each route
@@ -250,13 +248,18 @@ class Router {
     rank_ -= expert_;
   }
 
+  // How many there are.
+  __device__ __forceinline__ u32 runs() const {
+    return routes_ <= 32 ? __popc(leaders_) : same_;
+  }
+
   // Run `index`, in an order that is the same in every block.
   __device__ __forceinline__ Run Find(u32 index) const {
     Run run;
     run.expert = run.rows = run.route = 0;
+    if (index >= runs()) return run;
     u32* row = space_->rows[threadIdx.x / 32];
     if (routes_ <= 32) {
-      if (index >= __popc(leaders_)) return run;
       const u32 first =
           __ffs(__ballot_sync(kAll, (leaders_ >> lane_ & 1) != 0 &&
                                         __popc(leaders_ & Below()) == index)) -
@@ -267,9 +270,7 @@ class Router {
       run.rows = __popc(__ballot_sync(kAll, mine));
       if (mine) row[rank_ - base] = lane_;
     } else {
-      if (index >= same_) return run;
-      const u32 first = __ffs(__ballot_sync(
-                            kAll, index - rank_ < expert_)) - 1;
+      const u32 first = __ffs(__ballot_sync(kAll, index - rank_ < expert_)) - 1;
       u32 left = index - rank_, found = 0, chunk = 0;
       bool done = false;
       for (u32 i = 0; i < kPerLane; ++i) {
@@ -302,6 +303,7 @@ class Router {
 
  private:
   static constexpr u32 kPerLane = (kExperts + 31) / 32;
+
   static __device__ __forceinline__ u32 RunsOf(u32 count) {
     return (count + kRunRows - 1) / kRunRows;
   }
@@ -316,7 +318,6 @@ class Router {
   // before, same_ all of them.
   u32 expert_, same_, rank_, leaders_;
 };
-
 
 // ---- operands --------------------------------------------------------------
 
@@ -366,8 +367,8 @@ __device__ __forceinline__ uint2 Round4(const float (&v)[4]) {
 }
 
 // Byte offset in an operand row of element k. 4-byte elements: the two 8-byte
-// halves of lanes c and c + 2 would share banks, so every second pair of k-tiles
-// has its 8-element halves exchanged.
+// halves of lanes c and c + 2 would share banks, so every second pair of
+// k-tiles has its 8-element halves exchanged.
 __device__ __forceinline__ u32 ElementOffset(u32 k) {
   return kElementBytes == 2 ? k * 2 : (k ^ (k / 32 % 2 * 8)) * 4;
 }
@@ -409,7 +410,8 @@ __device__ __forceinline__ void StoreOperand(unsigned char* operand,
       most = other > most ? other : most;
     }
     finite = __all_sync(kAll, finite);
-    const float unit = finite ? most * (1.0f / 127.0f) : kd::BitsFloat(0x7FC00000u);
+    const float unit =
+        finite ? most * (1.0f / 127.0f) : kd::BitsFloat(0x7FC00000u);
     const float inverse = finite && most > 0.0f ? 127.0f / most : 0.0f;
     u32 first[4], second[4];
     int sums[2] = {0, 0};
@@ -452,10 +454,9 @@ __device__ __forceinline__ void LoadWords(const unsigned char* from,
   if constexpr (kBits % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < kBits; i += 4) {
-      asm volatile(
-          "ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-          : "=r"(w[i]), "=r"(w[i + 1]), "=r"(w[i + 2]), "=r"(w[i + 3])
-          : "l"(from + i * 4));
+      asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(w[i]), "=r"(w[i + 1]), "=r"(w[i + 2]), "=r"(w[i + 3])
+                   : "l"(from + i * 4));
     }
   } else if constexpr (kBits % 2 == 0) {
 #pragma unroll
@@ -467,7 +468,9 @@ __device__ __forceinline__ void LoadWords(const unsigned char* from,
   } else {
 #pragma unroll
     for (int i = 0; i < kBits; ++i) {
-      asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(w[i]) : "l"(from + i * 4));
+      asm volatile("ld.global.nc.u32 %0, [%1];"
+                   : "=r"(w[i])
+                   : "l"(from + i * 4));
     }
   }
 }
@@ -536,22 +539,32 @@ __device__ __forceinline__ void Accumulate(const u32 (&w)[kBits + 1],
   }
 }
 
-// Packed weights on their way: both 64 deep halves of a 128 block.
+// What MMAs add to: kBytes sums integers, of one 128 block.
+__device__ __forceinline__ auto& SumsOf(float (&sums)[4], int (&whole)[4]) {
+  if constexpr (kSum == kBytes) {
+    return whole;
+  } else {
+    return sums;
+  }
+}
+
+// Packed weights of the next 64 deep step, on their way.
 template <int kBits>
 struct Ring {
-  u32 w[2][kWarpTiles][kBits];
+  u32 w[kWarpTiles][kBits];
 };
 
-// Loads half `half` of the block at `from`, the address of the lane's quarter
-// row in the block's first k-tile.
+// Bytes from one step of K to the next.
 template <int kBits, u32 kWidth>
-__device__ __forceinline__ void Fill(const unsigned char* from, u32 half,
+constexpr u64 kStepBytes = static_cast<u64>(kWidth) * 8 * kBits;
+
+// Loads a step. from: address of the lane's quarter row in its first k-tile.
+template <int kBits>
+__device__ __forceinline__ void Fill(const unsigned char* from,
                                      Ring<kBits>* ring) {
-  constexpr u64 kTileRow = static_cast<u64>(kWidth) * 2 * kBits;
 #pragma unroll
   for (u32 i = 0; i < kWarpTiles; ++i) {
-    LoadWords<kBits>(from + half * (4 * kTileRow) + i * (32 * kBits),
-                     ring->w[half][i]);
+    LoadWords<kBits>(from + i * (32 * kBits), ring->w[i]);
   }
 }
 
@@ -571,7 +584,7 @@ __device__ __forceinline__ void HoldLoads(u32 one, u32 other) {
 }
 
 // sums += this warp's slice of operand x weights: `blocks` 128 blocks.
-//   from: as in Fill; ring holds the first block
+//   from: as in Fill; ring holds the first step
 //   operand: shared address of the lane's 16 elements of the first k-tiles
 //   first, second, term: statistics of the rows whose sums the lane holds, at
 //       their first block, and which term of theirs
@@ -582,28 +595,29 @@ __device__ __forceinline__ void Multiply(const unsigned char* from, u32 blocks,
                                          const BlockStats* first,
                                          const BlockStats* second, u32 term,
                                          u32 one, Sums& sums) {
-  constexpr u64 kBlockBytes = static_cast<u64>(kWidth) * 16 * kBits;
   const u32 lane = threadIdx.x % 32;
+  // ElementOffset's exchange, seen from this lane's k-tile.
+  const u32 swap = lane & 2 ? 32 : 0;
 #pragma unroll 1
   for (u32 block = 0; block < blocks; ++block) {
-    from += kBlockBytes;
     int whole[kWarpTiles][4] = {};
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
+      // All loads in flight share a scoreboard, so those that are needed now
+      // must be the only ones: consume them, then ask for more.
       u32 w[kWarpTiles][kBits + 1];
 #pragma unroll
       for (u32 i = 0; i < kWarpTiles; ++i) {
-        w[i][0] =
-            __shfl_sync(kAll, ring->w[half][i][kBits - 1], (lane + 28) % 32);
+        w[i][0] = __shfl_sync(kAll, ring->w[i][kBits - 1], (lane + 28) % 32);
 #pragma unroll
-        for (int n = 0; n < kBits; ++n) w[i][n + 1] = ring->w[half][i][n];
+        for (int n = 0; n < kBits; ++n) w[i][n + 1] = ring->w[i][n];
       }
-      if (block + 1 < blocks) Fill<kBits, kWidth>(from, half, ring);
+      from += kStepBytes<kBits, kWidth>;
+      if (half == 0 || block + 1 < blocks) Fill<kBits>(from, ring);
       HoldLoads(one, 2 + half);
-      const u32 at = operand + (block * 2 + half) * (64 * kElementBytes);
       if constexpr (kElementBytes == 2) {
-        const uint4 low = LoadShared16(at);
-        const uint4 high = LoadShared16(at + 16);
+        const uint4 low = LoadShared16(operand);
+        const uint4 high = LoadShared16(operand + 16);
 #pragma unroll
         for (u32 i = 0; i < kWarpTiles; ++i) {
           Accumulate<kBits, 0>(w[i], &low.x, &high.x, sums[i]);
@@ -612,43 +626,34 @@ __device__ __forceinline__ void Multiply(const unsigned char* from, u32 blocks,
           Accumulate<kBits, 3>(w[i], &low.w, &high.w, sums[i]);
         }
       } else {
-        // ElementOffset's exchange, seen from this lane's k-tile.
-        const u32 swap = lane & 2 ? 32 : 0;
 #pragma unroll
         for (u32 pair = 0; pair < 2; ++pair) {
-          const uint4 low = LoadShared16(at + pair * 16 + swap);
-          const uint4 high = LoadShared16(at + pair * 16 + 32 - swap);
+          const uint4 low = LoadShared16(operand + pair * 16 + swap);
+          const uint4 high = LoadShared16(operand + pair * 16 + 32 - swap);
 #pragma unroll
           for (u32 i = 0; i < kWarpTiles; ++i) {
-            if constexpr (kSum == kBytes) {
-              if (pair == 0) {
-                Accumulate<kBits, 0>(w[i], &low.x, &high.x, whole[i]);
-                Accumulate<kBits, 1>(w[i], &low.z, &high.z, whole[i]);
-              } else {
-                Accumulate<kBits, 2>(w[i], &low.x, &high.x, whole[i]);
-                Accumulate<kBits, 3>(w[i], &low.z, &high.z, whole[i]);
-              }
+            auto& d = SumsOf(sums[i], whole[i]);
+            if (pair == 0) {
+              Accumulate<kBits, 0>(w[i], &low.x, &high.x, d);
+              Accumulate<kBits, 1>(w[i], &low.z, &high.z, d);
             } else {
-              if (pair == 0) {
-                Accumulate<kBits, 0>(w[i], &low.x, &high.x, sums[i]);
-                Accumulate<kBits, 1>(w[i], &low.z, &high.z, sums[i]);
-              } else {
-                Accumulate<kBits, 2>(w[i], &low.x, &high.x, sums[i]);
-                Accumulate<kBits, 3>(w[i], &low.z, &high.z, sums[i]);
-              }
+              Accumulate<kBits, 2>(w[i], &low.x, &high.x, d);
+              Accumulate<kBits, 3>(w[i], &low.z, &high.z, d);
             }
           }
         }
       }
+      operand += 64 * kElementBytes;
     }
     if constexpr (kSum == kBytes) {
-      const float units[2] = {first[block].unit[term], second[block].unit[term]};
+      const float units[2] = {first[block].unit[term],
+                              second[block].unit[term]};
 #pragma unroll
       for (u32 i = 0; i < kWarpTiles; ++i) {
 #pragma unroll
         for (u32 d = 0; d < 4; ++d) {
-          sums[i][d] =
-              kd::Fma(static_cast<float>(whole[i][d]), units[d % 2], sums[i][d]);
+          sums[i][d] = kd::Fma(static_cast<float>(whole[i][d]), units[d % 2],
+                               sums[i][d]);
         }
       }
     }
@@ -685,7 +690,7 @@ __device__ __forceinline__ Space FindSpace() {
 // The slice of K of this thread's block and, within it, of this warp's group,
 // in 128 blocks.
 struct Slice {
-  u32 begin, blocks;             // of the block
+  u32 begin, blocks;              // of the block
   u32 group_begin, group_blocks;  // of the warp, from the block's begin on
 };
 
@@ -695,8 +700,7 @@ __device__ __forceinline__ Slice FindSlice(u32 rank) {
   slice.begin = kDepth / 128 * rank / kCluster;
   slice.blocks = kDepth / 128 * (rank + 1) / kCluster - slice.begin;
   slice.group_begin = slice.blocks * group / kGroups;
-  slice.group_blocks =
-      slice.blocks * (group + 1) / kGroups - slice.group_begin;
+  slice.group_blocks = slice.blocks * (group + 1) / kGroups - slice.group_begin;
   return slice;
 }
 
@@ -738,20 +742,18 @@ __device__ __forceinline__ void MultiplyAndStore(
   const BlockStats* token_stats[2];
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
-    token_stats[i] =
-        stats.At(operand, token + i < rows ? token + i : rows - 1,
-                 slice.group_begin);
+    token_stats[i] = stats.At(operand, token + i < rows ? token + i : rows - 1,
+                              slice.group_begin);
   }
   Sums sums = {};
   Multiply<kBits, kWidth>(from, slice.group_blocks, ring, at, token_stats[0],
-                          token_stats[1], lane % 4 * 2 / kRunRows,
-                          one, sums);
+                          token_stats[1], lane % 4 * 2 / kRunRows, one, sums);
   if (wait) ClusterWait();
   const u32 slice_index = (blockIdx.x % kCluster) * kGroups + group;
-  const u32 to =
-      SharedAddress(space.partials) +
-      (slice_index * kSliceFloats +
-       strip * (kWarpTiles * 16) % kItemChannels + lane / 4) * 4;
+  const u32 to = SharedAddress(space.partials) +
+                 (slice_index * kSliceFloats +
+                  strip * (kWarpTiles * 16) % kItemChannels + lane / 4) *
+                     4;
 #pragma unroll
   for (u32 d = 0; d < 2; ++d) {
     const u32 item =
@@ -777,8 +779,7 @@ __device__ __forceinline__ void MultiplyAndStore(
 // item of this block, and rounds to fp16 (steps 4 and 8). Behind ClusterWait.
 __device__ __forceinline__ void AddSlices(const Space& space, u32 item,
                                           u32 column, float (&v)[4]) {
-  const float* from =
-      space.partials + item / kCluster * kPartialRow + column;
+  const float* from = space.partials + item / kCluster * kPartialRow + column;
   v[0] = v[1] = v[2] = v[3] = 0.0f;
 #pragma unroll
   for (u32 i = 0; i < kSlices; ++i) {
@@ -827,15 +828,12 @@ __device__ __forceinline__ uint2 Rotate(const u16* __restrict__ x,
 template <int kBits>
 __device__ __forceinline__ void LoadAndMultiply(
     const u16* __restrict__ weights, const Run& run, const Slice& slice,
-    u32 column, const Space& space, OperandStats& stats, u32 operand,
-    u32 one, bool first) {
+    u32 column, const Space& space, OperandStats& stats, u32 operand, u32 one,
+    bool first) {
   Ring<kBits> ring;
   const unsigned char* from =
       FirstWords<kBits, kInter>(weights, run.expert, slice, column);
-  if (slice.group_blocks != 0) {
-    Fill<kBits, kInter>(from, 0, &ring);
-    Fill<kBits, kInter>(from, 1, &ring);
-  }
+  if (slice.group_blocks != 0) Fill<kBits>(from, &ring);
   MultiplyAndStore<kBits, kInter>(from, &ring, slice, space, stats, operand,
                                   run.rows, one, first);
 }
@@ -866,8 +864,8 @@ __device__ __forceinline__ void Clear(const RouteId* __restrict__ ids,
 // Steps 1 to 7. Blocks (x, y): x % kCluster the slice of K, x / kCluster the
 // 128 block of intermediate channels, y the run (and every gridDim.y-th one
 // behind it).
-extern "C" __global__ void KILN_STREAM_CLUSTER
-__launch_bounds__(kThreads, KILN_CTAS)
+extern "C" __global__ void KILN_STREAM_CLUSTER __launch_bounds__(kThreads,
+                                                                 KILN_CTAS)
     kiln_stream_fc1(const RouteId* __restrict__ ids, const u16* __restrict__ x,
                     const u16* __restrict__ gate_suh,
                     const u16* __restrict__ up_suh,
@@ -889,9 +887,8 @@ __launch_bounds__(kThreads, KILN_CTAS)
   const Slice slice = FindSlice(rank);
   const Space space = FindSpace();
   // While the ids are on their way.
-  for (u32 token = 0; token < tokens; ++token) {
-    Prefetch(x + static_cast<u64>(token) * kHidden + slice.begin * 128,
-             slice.blocks * 128);
+  if (tokens == 1) {
+    Prefetch(x + slice.begin * 128, slice.blocks * 128);
   }
   if (KILN_SHARED_SUH) {
     Prefetch(gate_suh + slice.begin * 128, slice.blocks * 128);
@@ -907,10 +904,7 @@ __launch_bounds__(kThreads, KILN_CTAS)
     Ring<KILN_BITS_GATE> ring;
     const unsigned char* from = FirstWords<KILN_BITS_GATE, kInter>(
         is_up ? w_up : w_gate, run.expert, slice, column);
-    if (slice.group_blocks != 0) {
-      Fill<KILN_BITS_GATE, kInter>(from, 0, &ring);
-      Fill<KILN_BITS_GATE, kInter>(from, 1, &ring);
-    }
+    if (slice.group_blocks != 0) Fill<KILN_BITS_GATE>(from, &ring);
 #endif
 
     for (u32 item = warp; item < run.rows * slice.blocks * 2; item += kWarps) {
@@ -934,9 +928,8 @@ __launch_bounds__(kThreads, KILN_CTAS)
     if (warp < 3 && lane % 16 == 0) PrefetchLine(table + warp * kInter);
 
 #if KILN_BITS_GATE == KILN_BITS_UP
-    MultiplyAndStore<KILN_BITS_GATE, kInter>(from, &ring, slice, space, stats,
-                                             is_up ? 1 : 0, run.rows, one,
-                                             first);
+    MultiplyAndStore<KILN_BITS_GATE, kInter>(
+        from, &ring, slice, space, stats, is_up ? 1 : 0, run.rows, one, first);
 #else
     if (is_up) {
       LoadAndMultiply<KILN_BITS_UP>(w_up, run, slice, column, space, stats, 1,
@@ -950,7 +943,7 @@ __launch_bounds__(kThreads, KILN_CTAS)
     ClusterArrive();
     Run next;
     next.expert = next.rows = next.route = 0;
-    if (index + gridDim.y < RunsMax(tokens)) {
+    if (index + gridDim.y < router.runs()) {
       next = router.Find(index + gridDim.y);
     }
     // A row's activation is the work of one warp of the cluster. The others
@@ -992,8 +985,8 @@ __launch_bounds__(kThreads, KILN_CTAS)
 #else  // KILN_PART == 2
 
 // Steps 8 to 10. Blocks as in fc1, x / kCluster the kChannels output channels.
-extern "C" __global__ void KILN_STREAM_CLUSTER
-__launch_bounds__(kThreads, KILN_CTAS)
+extern "C" __global__ void KILN_STREAM_CLUSTER __launch_bounds__(kThreads,
+                                                                 KILN_CTAS)
     kiln_stream_fc2(const RouteId* __restrict__ ids,
                     const float* __restrict__ weights,
                     const u16* __restrict__ activated,
@@ -1022,10 +1015,7 @@ __launch_bounds__(kThreads, KILN_CTAS)
     const unsigned char* from = FirstWords<kBits, kHidden>(
         w_down, run.expert, slice,
         channel + warp % kStrips * (kWarpTiles * 16));
-    if (slice.group_blocks != 0) {
-      Fill<kBits, kHidden>(from, 0, &ring);
-      Fill<kBits, kHidden>(from, 1, &ring);
-    }
+    if (slice.group_blocks != 0) Fill<kBits>(from, &ring);
     if (!KILN_SHARED_SUH) {
       Prefetch(down_svh + static_cast<u64>(run.expert) * kHidden + channel,
                kChannels);
@@ -1048,7 +1038,7 @@ __launch_bounds__(kThreads, KILN_CTAS)
     ClusterArrive();
     Run next;
     next.expert = next.rows = next.route = 0;
-    if (index + gridDim.y < RunsMax(tokens)) {
+    if (index + gridDim.y < router.runs()) {
       next = router.Find(index + gridDim.y);
     }
     // As in fc1; item i is 128 channels of row i / kRowItems.
@@ -1064,8 +1054,7 @@ __launch_bounds__(kThreads, KILN_CTAS)
       const u32 route = __shfl_sync(kAll, run.route, item / kRowItems);
       const u32 token = route / kTopK;
       float value[4], svh[4];
-      Load4(down_svh +
-                (KILN_SHARED_SUH ? u64{0} : u64{run.expert}) * kHidden +
+      Load4(down_svh + (KILN_SHARED_SUH ? u64{0} : u64{run.expert}) * kHidden +
                 channel + inner,
             svh);
       AddSlices(space, item, lane * 4, value);
@@ -1077,16 +1066,16 @@ __launch_bounds__(kThreads, KILN_CTAS)
       // The last of a token's routes to arrive adds them up, in their order.
       const RouteId* own = ids + static_cast<u64>(token) * kTopK;
       const u32 active = __ballot_sync(
-          kAll, lane < kTopK && ExpertOf(own[lane < kTopK ? lane : 0]) < kExperts);
+          kAll,
+          lane < kTopK && ExpertOf(own[lane < kTopK ? lane : 0]) < kExperts);
       const float own_weight =
           lane < kTopK ? weights[static_cast<u64>(token) * kTopK + lane] : 0.0f;
       __threadfence();
       __syncwarp();
       u32 before = 0;
       if (lane == 0) {
-        before = atomicAdd(&arrivals[token * (kHidden / 128) +
-                                     (channel + inner) / 128],
-                           1u);
+        before = atomicAdd(
+            &arrivals[token * (kHidden / 128) + (channel + inner) / 128], 1u);
       }
       before = __shfl_sync(kAll, before, 0);
       if (before + 1 != __popc(active)) continue;

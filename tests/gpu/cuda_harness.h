@@ -119,6 +119,7 @@ struct LaunchAttribute {
   static constexpr int kProgrammaticStreamSerialization = 6;
   int id;
   int pad;
+
   union {
     int value;
     char bytes[64];
@@ -381,7 +382,8 @@ inline void FillRandom(Random* random, std::vector<u16>* words) {
 }
 
 // One token's routes, appended.
-inline void AppendIds(const Problem& p, Random* random, std::vector<int64_t>* ids) {
+inline void AppendIds(const Problem& p, Random* random,
+                      std::vector<int64_t>* ids) {
   std::vector<u32> order(p.experts);
   for (u32 e = 0; e < p.experts; ++e) order[e] = e;
   const int64_t far = p.id_i64 ? (int64_t{1} << 32) + 1 : INT32_MAX;
@@ -469,7 +471,8 @@ inline Data MakeData(const Problem& p, u32 tokens, bool weights) {
   return d;
 }
 
-inline kiln::FusedMoeProblem HostProblem(const Problem& p, const Data& d, u32 tokens) {
+inline kiln::FusedMoeProblem HostProblem(const Problem& p, const Data& d,
+                                         u32 tokens) {
   kiln::FusedMoeProblem h;
   h.tokens = tokens;
   h.hidden = p.hidden;
@@ -552,7 +555,7 @@ inline Oracle MakeOracle(const Problem& p, const Data& d, u32 m, int threads) {
 // Relative Frobenius error of the worst row; infinite on NaN, or where the
 // reference is zero and the result is not.
 inline double WorstError(const Oracle& o, const std::vector<double>& want,
-                  const std::vector<float>& out, u32 hidden) {
+                         const std::vector<float>& out, u32 hidden) {
   double worst = 0;
   for (size_t i = 0; i < o.rows.size(); ++i) {
     double error = 0, size = 0;

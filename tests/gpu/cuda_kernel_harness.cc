@@ -1242,7 +1242,8 @@ int Main(int argc, char** argv) {
     for (int codebook = 0; codebook < 3; ++codebook) {
       ok = CheckDecode(codebook, &modules) && ok;
     }
-    const std::vector<Case> cases = Selected(o, static_cast<u64>(device.shared_max));
+    const std::vector<Case> cases =
+        Selected(o, static_cast<u64>(device.shared_max));
     programs.Prepare(AllPreludes(cases), o.threads);
     for (const Case& c : cases) {
       RunProblem(c.problem, c.choices, &modules, o.threads, &tally);
