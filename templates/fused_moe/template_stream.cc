@@ -169,6 +169,7 @@ class Template : public KernelTemplate {
         fc1.groups(), ".fc2x", fc2.cluster, "x", fc2.groups());
     body.tolerance = kFusedMoeTolerance;
     body.deterministic = true;
+    body.overlapped = problem.device.target.level >= 90;
     body.params = FusedMoeParams(geometry);
     AddSteps(problem, point, &body);
     return body;

@@ -187,7 +187,7 @@ class Loaded {
     attribute.id = LaunchAttribute::kProgrammaticStreamSerialization;
     attribute.value = 1;
     config.attributes = &attribute;
-    config.attribute_count = overlap && step.entry == "kiln_stream_fc2" ? 1 : 0;
+    config.attribute_count = overlap && body_.overlapped && i > 0 ? 1 : 0;
     Check(driver.launch_ex(&config, functions_[i], args.data(), nullptr),
           step.entry.c_str());
   }
