@@ -661,6 +661,7 @@ class TableBuilder {
     out.worst_error = in.evidence.worst_error;
     out.samples = in.evidence.samples;
     out.candidates = in.evidence.candidates;
+    out.overlapped = body.overlapped ? 1 : 0;
     plans_.push_back(out);
     for (const ParamDecl& param : body.params) {
       params_.push_back({.name = strings_.Find(param.name),

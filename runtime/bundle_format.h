@@ -247,7 +247,11 @@ typedef struct kiln_format_plan_t {
   double worst_error;
   uint32_t samples;
   uint32_t candidates;
-  uint64_t reserved[4]; /* 0 */
+  /* 1, CUDA only: steps behind the first are launched with programmatic stream
+   * serialization. */
+  uint32_t overlapped;
+  uint32_t reserved0;   /* 0 */
+  uint64_t reserved[3]; /* 0 */
 } kiln_format_plan_t;
 
 /* One 8-byte slot of the caller's parameter block. */
@@ -317,6 +321,7 @@ KILN_FORMAT_ASSERT_(offsetof(kiln_format_plan_t, flags) == 40);
 KILN_FORMAT_ASSERT_(offsetof(kiln_format_plan_t, template_name) == 56);
 KILN_FORMAT_ASSERT_(offsetof(kiln_format_plan_t, tolerance) == 80);
 KILN_FORMAT_ASSERT_(offsetof(kiln_format_plan_t, samples) == 120);
+KILN_FORMAT_ASSERT_(offsetof(kiln_format_plan_t, overlapped) == 128);
 KILN_FORMAT_ASSERT_(sizeof(kiln_format_param_t) == 32);
 KILN_FORMAT_ASSERT_(sizeof(kiln_format_slice_t) == 24);
 KILN_FORMAT_ASSERT_(sizeof(kiln_format_term_t) == 12);

@@ -344,7 +344,8 @@ class Verifier {
     const bool cpu = section.backend == KILN_FORMAT_BACKEND_CPU;
     if (!NameOk(plan.template_name) || !NameOk(plan.label) ||
         !TextOk(plan.numerics_class) || (plan.flags & ~kFlags) != 0 ||
-        plan.deterministic > 1 ||
+        plan.deterministic > 1 || plan.overlapped > (cpu ? 0u : 1u) ||
+        plan.reserved0 != 0 ||
         !AllZero(reinterpret_cast<const uint8_t*>(plan.reserved),
                  sizeof(plan.reserved))) {
       return Bad(kTable, index) << "bad text, flags or reserved field";

@@ -16,6 +16,10 @@ struct CUmod_st;
 struct CUfunc_st;
 struct CUstream_st;
 
+namespace kiln::runtime {
+struct LaunchConfig;
+}
+
 struct kiln_driver_t {
 #define KILN_DRIVER_SYMBOL(member, symbol, parameters) int(*member) parameters;
 #include "runtime/driver_symbols.inc"
@@ -45,6 +49,29 @@ inline constexpr int kDeviceMaxSharedBytesOptin = 97;
 inline constexpr int kFunctionMaxThreadsPerBlock = 0;
 inline constexpr int kFunctionSharedBytes = 1;
 inline constexpr int kFunctionMaxDynamicSharedBytes = 8;
+
+// CUlaunchAttribute and CUlaunchConfig.
+struct LaunchAttribute {
+  int id;
+  int pad;
+  union {
+    int flag;
+    char bytes[64];
+  };
+};
+struct LaunchConfig {
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared_bytes;
+  CUstream_st* stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56,
+              "as cuda.h has them");
+
+// CUlaunchAttributeID.
+inline constexpr int kLaunchProgrammaticStreamSerialization = 6;
 
 // Keys of cuLaunchKernel's `extra` array.
 inline constexpr uintptr_t kLaunchParamEnd = 0;

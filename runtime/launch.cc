@@ -195,6 +195,7 @@ kiln_status_t LaunchCuda(const Modules& modules, const LoadedPlan& plan,
   const kiln_status_t entered = scope.Enter(modules.context, error);
   if (entered != KILN_STATUS_OK) return entered;
   alignas(64) uint8_t block[KILN_FORMAT_ARG_BLOCK_BYTES_MAX];
+  bool first = true;
   for (uint32_t s = 0; s < plan.record->steps.count; ++s) {
     const LoadedStep& step = plan.steps[s];
     uint32_t grid[3];
@@ -206,10 +207,27 @@ kiln_status_t LaunchCuda(const Modules& modules, const LoadedPlan& plan,
                      reinterpret_cast<void*>(kLaunchParamBufferSize),
                      &block_bytes, reinterpret_cast<void*>(kLaunchParamEnd)};
     const uint32_t* threads = step.record->block;
-    const int result = driver->launch_kernel(
-        step.function, grid[0], grid[1], grid[2], threads[0], threads[1],
-        threads[2], step.record->dynamic_shared_bytes, arguments.stream,
-        nullptr, step.block_bytes == 0 ? nullptr : extra);
+    void** packed = step.block_bytes == 0 ? nullptr : extra;
+    int result;
+    if (plan.record->overlapped != 0 && !first) {
+      LaunchAttribute attribute = {};
+      attribute.id = kLaunchProgrammaticStreamSerialization;
+      attribute.flag = 1;
+      const LaunchConfig config = {
+          {grid[0], grid[1], grid[2]},
+          {threads[0], threads[1], threads[2]},
+          step.record->dynamic_shared_bytes,
+          arguments.stream,
+          &attribute,
+          1};
+      result = driver->launch_kernel_ex(&config, step.function, nullptr, packed);
+    } else {
+      result = driver->launch_kernel(
+          step.function, grid[0], grid[1], grid[2], threads[0], threads[1],
+          threads[2], step.record->dynamic_shared_bytes, arguments.stream,
+          nullptr, packed);
+    }
+    first = false;
     if (result != kCudaSuccess) {
       const char* name = nullptr;
       const bool named =

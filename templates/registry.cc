@@ -4,6 +4,7 @@
 #include "compiler/base/check.h"
 #include "templates/fused_moe/template_cpu.h"
 #include "templates/fused_moe/template_cuda.h"
+#include "templates/fused_moe/template_stream.h"
 
 namespace kiln {
 
@@ -14,6 +15,7 @@ const std::vector<const KernelTemplate*>& AllTemplates() {
   static const auto* const templates = new std::vector<const KernelTemplate*>{
       FusedMoeCpuTemplate(),
       FusedMoeCudaTemplate(),
+      FusedMoeStreamTemplate(),
   };
   return *templates;
 }

@@ -83,7 +83,8 @@ void AddKeyOptions(CLI::App* verb, kiln::PlanningOptions* planning,
       ->type_name("N")
       ->check(CLI::Range(1u, 1u << 20));
   verb->add_option("--max-candidates", planning->max_candidates,
-                   "Candidates per interval (default 16 on GPUs, 6 on CPUs)")
+                   "Candidates per interval and template (default 16 on GPUs, "
+                   "6 on CPUs)")
       ->type_name("N")
       ->check(CLI::Range(1, 4096));
   verb->add_option("--device", planning->devices,

@@ -28,7 +28,8 @@ struct PlannedCandidate {
 
 struct IntervalPlan {
   Interval interval;
-  // In order of predicted cost; the first is the default.
+  // By template, in the order of the registry, and by predicted cost; the first
+  // is the default.
   std::vector<PlannedCandidate> candidates;
   // Points that break a rule of their template, and legal points that were left
   // out because more than the limit were predicted to be faster.
@@ -36,7 +37,7 @@ struct IntervalPlan {
   size_t left_out = 0;
 };
 
-// Candidates per interval unless the caller says otherwise.
+// Candidates per interval and template unless the caller says otherwise.
 int DefaultCandidatesMax(Backend backend);
 
 // Plans intervals of one geometry on one device. Program keys are computed once

@@ -77,6 +77,10 @@ absl::Status ValidatePlan(const Plan& plan) {
                                      plan.interval.m_max, " is empty"));
   }
   if (body.steps.empty()) return Broken(plan, "no steps");
+  if (body.overlapped && (plan.target.backend != Backend::kCuda ||
+                          plan.target.level < 90)) {
+    return Broken(plan, "overlapped steps need CUDA and sm_90");
+  }
   if (body.arena.bytes > kArenaBytesMax ||
       body.arena.bytes % kArenaAlignment != 0) {
     return Broken(plan, absl::StrCat("arena of ", body.arena.bytes,

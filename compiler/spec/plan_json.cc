@@ -73,6 +73,11 @@ class Fields {
     return Get(key, JsonNode::Kind::kBool).boolean;
   }
 
+  // False when there is no such member.
+  bool OptionalFlag(absl::string_view key) {
+    return node_.Find(key) != nullptr && Flag(key);
+  }
+
   double Number(absl::string_view key) {
     const JsonNode* value = node_.Find(key);
     if (value != nullptr && value->kind == JsonNode::Kind::kInteger) {
@@ -280,7 +285,7 @@ Json BodyToJson(const PlanBody& body) {
   }
   Json steps = Json::array();
   for (const Step& step : body.steps) steps.push_back(StepToJson(step));
-  return {{"template", body.template_name},
+  Json out = {{"template", body.template_name},
           {"template_version", body.template_version},
           {"assignment",
            body.assignment.empty() ? Json::object() : Json(body.assignment)},
@@ -292,6 +297,8 @@ Json BodyToJson(const PlanBody& body) {
           {"arena_bytes", body.arena.bytes},
           {"arena_slices", std::move(slices)},
           {"steps", std::move(steps)}};
+  if (body.overlapped) out["overlapped"] = true;
+  return out;
 }
 
 PlanBody BodyFromJson(const JsonNode& node, absl::Status* status) {
@@ -306,6 +313,7 @@ PlanBody BodyFromJson(const JsonNode& node, absl::Status* status) {
   body.numerics_class = fields.Text("numerics_class");
   body.tolerance = fields.Number("tolerance");
   body.deterministic = fields.Flag("deterministic");
+  body.overlapped = fields.OptionalFlag("overlapped");
   body.cpu_threads = fields.Integer<uint32_t>("cpu_threads");
   for (const JsonNode& item :
        fields.Get("params", JsonNode::Kind::kArray).items) {

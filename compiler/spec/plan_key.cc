@@ -63,6 +63,8 @@ Digest CandidateDigest(const PlanBody& body,
         .Number("slice_bytes", static_cast<int64_t>(slice.bytes));
   }
   for (const Step& step : body.steps) EncodeStep(step, &encoder);
+  // Only where it is set, so that other candidates keep their keys.
+  if (body.overlapped) encoder.Flag("overlapped", true);
   for (const Digest& program : programs) encoder.Hash("program", program);
   return encoder.digest();
 }

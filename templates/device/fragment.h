@@ -179,11 +179,10 @@ KILN_FN void HashFrom(const SpanBits& bits, u32 x[8]) {
   if constexpr (kIndex < 7) HashFrom<CB, K, kIndex + 1>(bits, x);
 }
 
-// The lane's A fragment: a[0] channel l/4, k 2(l%4) + {0, 1}; a[1] channel
-// l/4 + 8, same k; a[2] and a[3] as a[0] and a[1] with k + 8.
+// Hashes of the lane's eight positions, in stream order: 0 to 3 are channel l/4
+// and k 2(l%4) + {0, 1, 8, 9}, 4 to 7 the same of channel l/4 + 8.
 template <int CB, int K>
-KILN_FN void DecodeFragment(const SpanBits& bits, u32 a[4]) {
-  u32 x[8];
+KILN_FN void HashFragment(const SpanBits& bits, u32 x[8]) {
   if constexpr (K == 4) {
     HashNeighbours<CB, 4, 7>(bits, x);
     HashNeighbours<CB, 4, 6>(bits, x);
@@ -197,10 +196,44 @@ KILN_FN void DecodeFragment(const SpanBits& bits, u32 a[4]) {
   } else {
     HashFrom<CB, K, 0>(bits, x);
   }
+}
+
+// The lane's A fragment: a[0] channel l/4, k 2(l%4) + {0, 1}; a[1] channel
+// l/4 + 8, same k; a[2] and a[3] as a[0] and a[1] with k + 8.
+template <int CB, int K>
+KILN_FN void DecodeFragment(const SpanBits& bits, u32 a[4]) {
+  u32 x[8];
+  HashFragment<CB, K>(bits, x);
   a[0] = HashValues<CB>(x[0], x[1]);
   a[1] = HashValues<CB>(x[4], x[5]);
   a[2] = HashValues<CB>(x[2], x[3]);
   a[3] = HashValues<CB>(x[6], x[7]);
+}
+
+// A quarter of a tile's channel pair l/4, l/4 + 8: the K words that hold stream
+// positions 32g .. 32g + 31 behind the one word before them, words[0]. Bits of
+// fragment kPart (0..3), the one that FindLaneSpan(4g + kPart) would find.
+template <int K, int kPart>
+KILN_FN SpanBits QuarterSpan(const u32 words[K + 1]) {
+  constexpr u32 kEnd = 32 + 8 * K * (kPart + 1);
+  constexpr u32 kLast = (kEnd - 1) / 32;
+  constexpr u32 kShift = (kLast + 1) * 32 - kEnd;
+  SpanBits bits;
+  bits.middle = bits.high = 0;
+  if constexpr (kShift == 0) {
+    bits.low = words[kLast];
+    if constexpr (kLast >= 1) bits.middle = words[kLast - 1];
+    if constexpr (kLast >= 2) bits.high = words[kLast - 2];
+  } else {
+    bits.low = FunnelRight(words[kLast - 1], words[kLast], kShift);
+    if constexpr (kLast >= 2) {
+      bits.middle = FunnelRight(words[kLast - 2], words[kLast - 1], kShift);
+      bits.high = words[kLast - 2] >> kShift;
+    } else {
+      bits.middle = words[kLast - 1] >> kShift;
+    }
+  }
+  return bits;
 }
 
 }  // namespace kd

@@ -152,6 +152,48 @@ TEST_F(CudaLaunchTest, MakesNoDriverCallsButTheLaunches) {
                                          "cuLaunchKernel"));
 }
 
+// Only a step behind another of the same call may overlap: what the first one
+// follows is not ours.
+TEST(OverlappedLaunchTest, EveryStepButTheFirstMayStartEarly) {
+  FakeDriver& fake = FakeDriver::Get();
+  for (const bool overlapped : {false, true}) {
+    fake.Reset();
+    BundleSection section = TinyCudaSection();
+    for (BundleEntry& entry : section.entries) {
+      for (Plan& plan : entry.plans) plan.body.overlapped = overlapped;
+    }
+    kiln_bundle_t* bundle = OpenTiny({section});
+    kiln_load_options_t options = {};
+    options.struct_size = sizeof(options);
+    options.driver = fake.table();
+    kiln_modules_t* modules = nullptr;
+    kiln_error_t error = {};
+    ASSERT_EQ(kiln_modules_load(bundle, &options, &modules, &error),
+              KILN_STATUS_OK)
+        << error.message;
+    const kiln_entry_t* entry = nullptr;
+    ASSERT_EQ(kiln_entry_find(modules, "moe", 37, &entry, &error),
+              KILN_STATUS_OK);
+    fake.ClearLog();
+    const uint64_t params[2] = {0x1000, 0x2000};
+    ASSERT_EQ(kiln_launch(modules, entry, 37, params, sizeof(params),
+                          Address(0x100000), 1 << 20, nullptr, &error),
+              KILN_STATUS_OK)
+        << error.message;
+    EXPECT_THAT(fake.calls(),
+                ElementsAre("cuCtxGetCurrent", "cuLaunchKernel",
+                            overlapped ? "cuLaunchKernelEx"
+                                       : "cuLaunchKernel"));
+    ASSERT_EQ(fake.launches().size(), 2u);
+    EXPECT_FALSE(fake.launches()[0].overlapped);
+    EXPECT_EQ(fake.launches()[1].overlapped, overlapped);
+    EXPECT_THAT(fake.launches()[1].grid, ElementsAre(32, 1, 1));
+    EXPECT_EQ(At<uint32_t>(fake.launches()[1], 8), 37u);
+    kiln_modules_unload(modules, nullptr);
+    kiln_bundle_close(bundle, nullptr);
+  }
+}
+
 TEST_F(CudaLaunchTest, WorksWhileAnotherContextIsCurrent) {
   fake_.context_stack = {fake_.context(1)};
   ASSERT_EQ(Launch(Find("moe", 3), 3), KILN_STATUS_OK);

@@ -1,5 +1,6 @@
 #include "tests/support/fake_driver.h"
 
+#include <algorithm>
 #include <cstring>
 #include <sstream>
 
@@ -196,15 +197,40 @@ struct FakeDriverCalls {
                           CUstream_st* stream, void** params, void** extra) {
     int result = kCudaSuccess;
     if (fake().Enter("cuLaunchKernel", &result)) return result;
+    const runtime::LaunchConfig config = {{grid_x, grid_y, grid_z},
+                                          {block_x, block_y, block_z},
+                                          shared_bytes,
+                                          stream,
+                                          nullptr,
+                                          0};
+    return Record(config, function, params, extra);
+  }
+
+  static int LaunchKernelEx(const runtime::LaunchConfig* config,
+                            CUfunc_st* function, void** params, void** extra) {
+    int result = kCudaSuccess;
+    if (fake().Enter("cuLaunchKernelEx", &result)) return result;
+    return Record(*config, function, params, extra);
+  }
+
+  static int Record(const runtime::LaunchConfig& config, CUfunc_st* function,
+                    void** params, void** extra) {
     if (params != nullptr) return kCudaErrorInvalidValue;
     FakeLaunch launch;
     launch.kernel = function->name;
     launch.context = function->module->context;
     launch.current = fake().current();
-    launch.grid = {grid_x, grid_y, grid_z};
-    launch.block = {block_x, block_y, block_z};
-    launch.shared_bytes = shared_bytes;
-    launch.stream = stream;
+    std::copy_n(config.grid, 3, launch.grid.begin());
+    std::copy_n(config.block, 3, launch.block.begin());
+    launch.shared_bytes = config.shared_bytes;
+    launch.stream = config.stream;
+    for (unsigned i = 0; i < config.attribute_count; ++i) {
+      const runtime::LaunchAttribute& attribute = config.attributes[i];
+      if (attribute.id != runtime::kLaunchProgrammaticStreamSerialization) {
+        return kCudaErrorInvalidValue;
+      }
+      launch.overlapped = attribute.flag != 0;
+    }
     const void* block = nullptr;
     size_t bytes = 0;
     for (void** at = extra; at != nullptr && *at != nullptr; at += 2) {
@@ -247,6 +273,7 @@ FakeDriver::FakeDriver() {
   table_.func_get_attribute = FakeDriverCalls::FuncGetAttribute;
   table_.func_set_attribute = FakeDriverCalls::FuncSetAttribute;
   table_.launch_kernel = FakeDriverCalls::LaunchKernel;
+  table_.launch_kernel_ex = FakeDriverCalls::LaunchKernelEx;
   Reset();
 }
 

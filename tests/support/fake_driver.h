@@ -51,6 +51,7 @@ struct FakeLaunch {
   std::array<uint32_t, 3> block{};
   uint32_t shared_bytes = 0;
   CUstream_st* stream = nullptr;
+  bool overlapped = false;  // may start before the launch in front has ended
   std::vector<uint8_t> params;
 };
 

@@ -63,8 +63,9 @@ std::vector<std::string> Labels(const PlanBody& body) {
 
 TEST(FusedMoeCudaTemplateTest, IsRegistered) {
   EXPECT_EQ(FindTemplate("fused_moe.cuda"), FusedMoeCudaTemplate());
-  EXPECT_THAT(TemplatesFor(Op::kFusedMoe, Backend::kCuda),
-              ElementsAre(FusedMoeCudaTemplate()));
+  EXPECT_EQ(TemplatesFor(Op::kFusedMoe, Backend::kCuda).front(),
+            FusedMoeCudaTemplate())
+      << "its first point is the default of every race";
   EXPECT_EQ(FindTemplate("fused_moe.CUDA"), nullptr);
 }
 

@@ -34,6 +34,7 @@ TEST(PlanJsonTest, IsStable) {
 
 TEST(PlanJsonTest, RoundTripsUnusualValues) {
   Plan plan = SamplePlan();
+  plan.body.overlapped = true;
   plan.target = {.backend = Backend::kCpu, .level = 3};
   plan.evidence.state = PlanState::kPredicted;
   plan.evidence.median_ns = std::numeric_limits<double>::denorm_min();

@@ -147,6 +147,7 @@ TEST(CandidateDigestTest, EveryFieldThatCanChangeAResultMovesIt) {
       [](PlanBody* b) { b->numerics_class = "other"; },
       [](PlanBody* b) { b->tolerance += 1e-12; },
       [](PlanBody* b) { b->deterministic = false; },
+      [](PlanBody* b) { b->overlapped = true; },
       [](PlanBody* b) { b->cpu_threads += 1; },
       [](PlanBody* b) { b->params[0].name = "y"; },
       [](PlanBody* b) { b->params[0].dtype = "f16"; },

@@ -1,0 +1,858 @@
+// Correctness and speed of fused_moe's candidates for few tokens on a GPU,
+// through the templates' own host code (steps, arguments, arena), but without
+// planner, cache or runtime. Needs NVRTC and a driver.
+//
+//   stream_harness [--nvrtc FILE] [--quick] [--no-bench | --bench-only]
+//       [--compile-only ARCH] [--filter TEXT] [--threads N] [--plain]
+//       [--codebook 0|1|2] [--bits 1..8] [--shape 0|1|2] [--bench-tokens M,...]
+//       [--once AXIS=VALUE,...]
+//
+// Every case runs on poisoned and on cleared memory, and with NaN in what no
+// active route may touch. The bench times fc1 for all its axes, then the whole
+// plan for the best of them and all axes of fc2, beside candidates of the tile
+// kernel. --plain launches fc2 without programmatic dependence; --once launches
+// one candidate for every layer, for a profiler.
+// Exit status: 0 all passed, 1 a case failed, 2 wrong use or missing library.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "compiler/spec/kernel_template.h"
+#include "templates/fused_moe/op.h"
+#include "templates/fused_moe/template_cuda.h"
+#include "templates/fused_moe/template_stream.h"
+#include "tests/gpu/cuda_harness.h"
+
+namespace kiln::gpu {
+namespace {
+
+bool overlap = true;  // programmatic dependent launch; set once by main
+
+// Layers of a timed graph: weights are cold.
+constexpr u32 kLayers = 16;
+
+kiln::Problem SpecProblem(const Problem& p, u32 m_min, u32 m_max,
+                          const std::string& arch) {
+  kiln::Problem problem;
+  RequestGeometry& g = problem.geometry;
+  g.hidden = p.hidden;
+  g.intermediate = p.inter;
+  g.experts = p.experts;
+  g.top_k = p.top_k;
+  g.weights.codebook = p.codebook == 0   ? Codebook::k3Inst
+                       : p.codebook == 1 ? Codebook::kMcg
+                                         : Codebook::kMul1;
+  g.weights.bits = {.gate = p.bits[0], .up = p.bits[1], .down = p.bits[2]};
+  g.weights.shared_scales = p.shared;
+  g.io_dtype = p.bf16 ? DType::kBf16 : DType::kF16;
+  g.id_dtype = p.id_i64 ? DType::kI64 : DType::kI32;
+  problem.interval = {m_min, m_max};
+  const int level = std::atoi(arch.c_str() + 3);
+  problem.device = AssumedProfile({.backend = Backend::kCuda,
+                                   .level = level,
+                                   .arch_specific = arch.back() == 'a'});
+  return problem;
+}
+
+// ---- programs --------------------------------------------------------------
+
+class Programs {
+ public:
+  Programs(const Nvrtc& nvrtc, std::string arch)
+      : nvrtc_(nvrtc), arch_(std::move(arch)) {}
+
+  ~Programs() { Clear(); }
+
+  // Compiles what is not there yet.
+  void Prepare(const std::vector<SourceUnit>& units, int threads) {
+    std::map<std::string, const SourceUnit*> missing;
+    for (const SourceUnit& unit : units) {
+      if (cubins_.count(unit.text) == 0) missing[unit.text] = &unit;
+    }
+    std::vector<const SourceUnit*> list;
+    for (const auto& [text, unit] : missing) list.push_back(unit);
+    std::mutex mutex;
+    ParallelFor(list.size(), threads, [&](size_t i) {
+      std::string cubin = CompileCubin(nvrtc_, arch_, list[i]->name,
+                                       list[i]->text, list[i]->headers);
+      const std::lock_guard<std::mutex> lock(mutex);
+      cubins_[list[i]->text] = std::move(cubin);
+    });
+  }
+
+  Handle Function(const SourceUnit& unit, const std::string& entry) {
+    Prepare({unit}, 1);
+    Handle& module = modules_[unit.text];
+    if (module == nullptr) {
+      Check(driver.module_load(&module, cubins_[unit.text].data()),
+            "cuModuleLoadData");
+    }
+    Handle function = nullptr;
+    Check(driver.function(&function, module, entry.c_str()), entry.c_str());
+    return function;
+  }
+
+  void Clear() {
+    for (auto& [text, module] : modules_) driver.module_unload(module);
+    modules_.clear();
+  }
+
+ private:
+  Nvrtc nvrtc_;
+  std::string arch_;
+  std::map<std::string, std::string> cubins_;
+  std::map<std::string, Handle> modules_;
+};
+
+// ---- a candidate, ready to launch ------------------------------------------
+
+class Loaded {
+ public:
+  Loaded(const Candidate& candidate, Programs* programs)
+      : body_(candidate.body) {
+    for (const Step& step : body_.steps) {
+      const Handle function =
+          programs->Function(candidate.units[step.program], step.entry);
+      functions_.push_back(function);
+      if (step.dynamic_shared_bytes > 40 * 1024) {
+        Check(driver.function_set(function, 8,
+                                  static_cast<int>(step.dynamic_shared_bytes)),
+              "shared memory limit");
+      }
+    }
+  }
+
+  const PlanBody& body() const { return body_; }
+
+  // Registers of step `i`, "!" when it spills, and the clusters that the device
+  // holds at once.
+  std::string Registers(size_t i) const {
+    LaunchConfig config = Config(i, 1, nullptr);
+    int clusters = 0;
+    driver.active_clusters(&clusters, functions_[i], &config);
+    int registers = 0, local = 0;
+    driver.function_get(&registers, 4, functions_[i]);
+    driver.function_get(&local, 3, functions_[i]);
+    return std::to_string(registers) + (local > 0 ? "!" : "") + "c" +
+           std::to_string(clusters);
+  }
+
+  void Launch(size_t i, const DeviceData& d, Address arena, Address out, u32 m,
+              Handle stream) const {
+    const Step& step = body_.steps[i];
+    const Address slots[] = {d.x.address(),
+                             d.ids->address(),
+                             d.weights.address(),
+                             d.w_gate->address(),
+                             d.w_up->address(),
+                             d.w_down->address(),
+                             d.gate_suh.address(),
+                             d.up_suh.address(),
+                             d.rotations.address(),
+                             d.down_svh.address(),
+                             out};
+    std::vector<u64> values(step.args.size());
+    std::vector<void*> args;
+    for (size_t a = 0; a < step.args.size(); ++a) {
+      const Arg& arg = step.args[a];
+      switch (arg.kind) {
+        case ArgKind::kParam:
+          values[a] = slots[arg.value];
+          break;
+        case ArgKind::kArena:
+          values[a] = arena + body_.arena.slices[arg.value].offset;
+          break;
+        case ArgKind::kTokens:
+          values[a] = m;
+          break;
+        default:
+          values[a] = arg.value;
+      }
+      args.push_back(&values[a]);
+    }
+    LaunchConfig config = Config(i, m, stream);
+    if (config.grid[0] == 0 || config.grid[1] == 0) return;
+    LaunchAttribute attribute = {};
+    attribute.id = LaunchAttribute::kProgrammaticStreamSerialization;
+    attribute.value = 1;
+    config.attributes = &attribute;
+    config.attribute_count = overlap && body_.overlapped && i > 0 ? 1 : 0;
+    Check(driver.launch_ex(&config, functions_[i], args.data(), nullptr),
+          step.entry.c_str());
+  }
+
+  void LaunchAll(const DeviceData& d, Address arena, Address out, u32 m,
+                 Handle stream) const {
+    for (size_t i = 0; i < body_.steps.size(); ++i) {
+      Launch(i, d, arena, out, m, stream);
+    }
+  }
+
+ private:
+  LaunchConfig Config(size_t i, u32 m, Handle stream) const {
+    const Step& step = body_.steps[i];
+    LaunchConfig config = {};
+    for (size_t n = 0; n < 3; ++n) {
+      config.grid[n] = static_cast<unsigned>(step.grid[n].Evaluate(m));
+      config.block[n] = step.block[n];
+    }
+    config.shared_bytes = step.dynamic_shared_bytes;
+    config.stream = stream;
+    return config;
+  }
+
+  PlanBody body_;
+  std::vector<Handle> functions_;
+};
+
+Candidate Make(const KernelTemplate* from, const kiln::Problem& problem,
+               const Assignment& assignment) {
+  absl::StatusOr<Candidate> candidate = from->Instantiate(problem, assignment);
+  if (!candidate.ok()) Die(std::string(candidate.status().message()));
+  return *std::move(candidate);
+}
+
+bool Legal(const kiln::Problem& problem, const Assignment& assignment) {
+  return FusedMoeStreamTemplate()->MakeBody(problem, assignment).ok();
+}
+
+Assignment Stream(int64_t sum, int64_t cluster1, int64_t warps1,
+                  int64_t channels2, int64_t cluster2, int64_t warps2) {
+  return {{"sum", sum},
+          {"cluster_fc1", cluster1},
+          {"warps_fc1", warps1},
+          {"channels_fc2", channels2},
+          {"cluster_fc2", cluster2},
+          {"warps_fc2", warps2}};
+}
+
+std::vector<int64_t> SumModes(int codebook) {
+  if (codebook == 2) return {0, 2, 3};
+  return {0, 1};
+}
+
+// ---- correctness -----------------------------------------------------------
+
+constexpr double kExactMax = 2e-3;  // against float64 without rounding
+// Against the staged rounding boundaries: modes that round weights to fp16, and
+// the others.
+constexpr double kStagedMax = 5e-4;
+constexpr double kUnroundedMax = 1e-3;
+
+struct Case {
+  Problem problem;
+  std::vector<Assignment> points;
+};
+
+// The same inputs with NaN wherever no active route leads: weights of inactive
+// routes.
+Data WithDeadNan(const Problem& p, Data d) {
+  for (size_t r = 0; r < d.topk_weights.size(); ++r) {
+    const int64_t id = p.id_i64 ? d.ids64[r] : d.ids32[r];
+    if (id < 0 || id >= static_cast<int64_t>(p.experts)) {
+      d.topk_weights[r] = std::nanf("");
+    }
+  }
+  return d;
+}
+
+// The same inputs with a NaN in every row of x but the first.
+Data WithLiveNan(const Problem& p, Data d, u32 tokens) {
+  for (u32 t = 1; t < tokens; ++t) {
+    d.x[size_t{t} * p.hidden + (t * 37) % p.hidden] = p.bf16 ? 0x7FC0 : 0x7E00;
+  }
+  return d;
+}
+
+bool HasRoute(const Problem& p, const Data& d, u32 token) {
+  for (u32 j = 0; j < p.top_k; ++j) {
+    const size_t r = size_t{token} * p.top_k + j;
+    const int64_t id = p.id_i64 ? d.ids64[r] : d.ids32[r];
+    if (id >= 0 && id < static_cast<int64_t>(p.experts)) return true;
+  }
+  return false;
+}
+
+class Suite {
+ public:
+  Suite(Programs* programs, std::string arch, int threads)
+      : programs_(programs), arch_(std::move(arch)), threads_(threads) {}
+
+  bool Run(const Case& test) {
+    const Problem& p = test.problem;
+    const u32 capacity = p.tokens.back();
+    const Data data = WithDeadNan(p, MakeData(p, capacity, true));
+    const Data nan_data = WithLiveNan(p, data, capacity);
+    const DeviceData device(p, data), nan_device(p, nan_data);
+    std::map<u32, Oracle> oracles;
+    for (u32 m : p.tokens) oracles[m] = MakeOracle(p, data, m, threads_);
+    std::map<std::pair<u32, std::string>, std::vector<float>> classes;
+    double worst_exact = 0, worst_staged = 0;
+    u64 runs = 0, failed = 0;
+    for (const Assignment& point : test.points) {
+      for (u32 m : p.tokens) {
+        // Arena and grid of a larger capacity, and of exactly m tokens.
+        for (const u32 most : {capacity, m}) {
+          const kiln::Problem problem = SpecProblem(p, 1, most, arch_);
+          if (!Legal(problem, point)) continue;
+          const Candidate candidate =
+              Make(FusedMoeStreamTemplate(), problem, point);
+          const Loaded plan(candidate, programs_);
+          std::string wrong;
+          const std::vector<float> out =
+              Launch(plan, p, device, m, 0xFF, &wrong);
+          const std::vector<float> again =
+              Launch(plan, p, device, m, 0x00, &wrong);
+          if (!Same(out, again)) wrong += " second run differs;";
+          const double exact =
+              WorstError(oracles[m], oracles[m].exact, out, p.hidden);
+          const double staged =
+              WorstError(oracles[m], oracles[m].staged, out, p.hidden);
+          worst_exact = std::max(worst_exact, exact);
+          worst_staged = std::max(worst_staged, staged);
+          if (exact > kExactMax ||
+              staged > (point.at("sum") == 0 ? kStagedMax : kUnroundedMax)) {
+            char text[96];
+            std::snprintf(text, sizeof(text), " error %.2e, staged %.2e;",
+                          exact, staged);
+            wrong += text;
+          }
+          const auto [first, fresh] =
+              classes.try_emplace({m, candidate.body.numerics_class}, out);
+          if (!fresh && !Same(first->second, out)) wrong += " class differs;";
+          CheckNan(Launch(plan, p, nan_device, m, 0xFF, &wrong), out, p,
+                   nan_data, m, &wrong);
+          ++runs;
+          if (!wrong.empty()) {
+            ++failed;
+            std::printf("FAIL %s m=%u of %u %s:%s\n", p.name.c_str(), m, most,
+                        AssignmentText(point).c_str(), wrong.c_str());
+          }
+        }
+      }
+    }
+    std::printf("%-34s %4llu runs, worst %.2e exact %.2e staged%s\n",
+                p.name.c_str(), static_cast<unsigned long long>(runs),
+                worst_exact, worst_staged, failed == 0 ? "" : "  FAILED");
+    std::fflush(stdout);
+    total_ += runs;
+    programs_->Clear();
+    return failed == 0;
+  }
+
+  u64 total() const { return total_; }
+
+ private:
+  static bool Same(const std::vector<float>& a, const std::vector<float>& b) {
+    return std::memcmp(a.data(), b.data(), a.size() * 4) == 0;
+  }
+
+  // Output of one run over an arena full of `fill`.
+  static std::vector<float> Launch(const Loaded& plan, const Problem& p,
+                                   const DeviceData& device, u32 m,
+                                   unsigned char fill, std::string* wrong) {
+    Buffer arena(plan.body().arena.bytes);
+    Buffer result(size_t{m} * p.hidden * 4);
+    Check(driver.fill(arena.address(), fill, arena.bytes()), "cuMemsetD8");
+    plan.LaunchAll(device, arena.address(), result.address(), m, nullptr);
+    Check(driver.synchronize(), p.name.c_str());
+    std::vector<float> out(size_t{m} * p.hidden);
+    Check(driver.to_host(out.data(), result.address(), result.bytes()), "copy");
+    if (!arena.RedZonesIntact() || !result.RedZonesIntact()) {
+      *wrong += " wrote outside its buffers;";
+    }
+    return out;
+  }
+
+  // Row 0 must be as without NaN, the other rows nothing else.
+  static void CheckNan(const std::vector<float>& got,
+                       const std::vector<float>& clean, const Problem& p,
+                       const Data& d, u32 m, std::string* wrong) {
+    if (std::memcmp(got.data(), clean.data(), size_t{p.hidden} * 4) != 0) {
+      *wrong += " NaN of another token came in;";
+    }
+    for (u32 t = 1; t < m; ++t) {
+      if (!HasRoute(p, d, t)) continue;
+      for (u32 c = 0; c < p.hidden; ++c) {
+        if (!std::isnan(got[size_t{t} * p.hidden + c])) {
+          *wrong += " NaN got lost;";
+          return;
+        }
+      }
+    }
+  }
+
+  Programs* programs_;
+  std::string arch_;
+  int threads_;
+  u64 total_ = 0;
+};
+
+std::vector<Case> Cases(bool quick) {
+  std::vector<Case> cases;
+  const auto add = [&cases](Problem p, std::vector<Assignment> axes,
+                            std::vector<u32> tokens) {
+    Case c;
+    p.tokens = std::move(tokens);
+    for (const int64_t sum : SumModes(p.codebook)) {
+      for (Assignment point : axes) {
+        point["sum"] = sum;
+        c.points.push_back(std::move(point));
+      }
+    }
+    c.problem = std::move(p);
+    cases.push_back(std::move(c));
+  };
+  const Assignment plain = Stream(0, 1, 8, 128, 1, 8);
+  const Assignment split = Stream(0, 2, 8, 256, 2, 8);
+  for (int codebook = 0; codebook < 3; ++codebook) {
+    for (int k = 1; k <= 8; ++k) {
+      Problem p;
+      p.name =
+          "codebook " + std::to_string(codebook) + " K" + std::to_string(k);
+      p.codebook = codebook;
+      p.bits = {k, k, k};
+      add(p, {plain, split}, {1, 5, 16});
+    }
+  }
+  for (int bits = 0; bits < 8; ++bits) {
+    Problem p;
+    p.shared = (bits & 1) != 0;
+    p.id_i64 = (bits & 2) != 0;
+    p.bf16 = (bits & 4) != 0;
+    p.codebook = bits % 3;
+    p.bits = {3, 3, 3};
+    p.experts = 12;
+    p.top_k = 3;
+    p.name = std::string(p.shared ? "shared" : "per-expert") +
+             (p.id_i64 ? " i64" : " i32") + (p.bf16 ? " bf16" : " f16");
+    add(p, {plain, split}, {1, 5, 16});
+    for (const Routing r :
+         {Routing::kInactive, Routing::kOneExpert, Routing::kDuplicates}) {
+      Problem q = p;
+      q.routing = r;
+      q.name += r == Routing::kInactive    ? " inactive"
+                : r == Routing::kOneExpert ? " one expert"
+                                           : " duplicates";
+      add(q, {plain, split}, {1, 5, 10, 16});
+    }
+  }
+  const std::array<int, 3> mixes[] = {{2, 4, 3}, {5, 1, 8}, {8, 7, 6}};
+  for (const std::array<int, 3>& mix : mixes) {
+    Problem p;
+    p.bits = mix;
+    p.codebook = mix[0] == 5 ? 0 : mix[0] == 2 ? 1 : 2;
+    p.name = "mixed bits " + std::to_string(mix[0]) + std::to_string(mix[1]) +
+             std::to_string(mix[2]);
+    add(p, {plain, split}, {1, 5, 16});
+  }
+  const auto shape = [&add](std::string name, u32 h, u32 i, u32 e, u32 k,
+                            int codebook, int bits, bool shared,
+                            Routing routing, std::vector<u32> tokens,
+                            std::vector<Assignment> axes) {
+    Problem p;
+    p.name = std::move(name);
+    p.hidden = h;
+    p.inter = i;
+    p.experts = e;
+    p.top_k = k;
+    p.codebook = codebook;
+    p.bits = {bits, bits, bits};
+    p.shared = shared;
+    p.routing = routing;
+    add(p, std::move(axes), std::move(tokens));
+  };
+  shape("one expert, one route", 128, 256, 1, 1, 1, 4, true, Routing::kUniform,
+        {1, 7, 16}, {plain});
+  shape("1024 experts, top 8", 256, 128, 1024, 8, 2, 2, false,
+        Routing::kInactive, {1, 4, 5, 16}, {Stream(0, 1, 8, 256, 1, 8)});
+  shape("top 32", 256, 128, 64, 32, 0, 5, true, Routing::kInactive, {1, 2, 16},
+        {Stream(0, 1, 8, 256, 1, 8)});
+  shape("H384 I640", 384, 640, 6, 2, 2, 6, true, Routing::kUniform, {1, 9, 16},
+        {plain, Stream(0, 2, 8, 128, 2, 8)});
+  std::vector<Assignment> all;
+  for (const int64_t c1 : {1, 2, 4, 8}) {
+    for (const int64_t w1 : {8, 16}) {
+      for (const int64_t w2 : {8, 16}) {
+        for (const int64_t ch : {128, 256}) {
+          for (const int64_t c2 : {1, 2, 4}) {
+            if (quick && (c1 + w1 / 8 + w2 / 8 + ch / 128 + c2) % 3 != 0) {
+              continue;
+            }
+            all.push_back(Stream(0, c1, w1, ch, c2, w2));
+          }
+        }
+      }
+    }
+  }
+  shape("axes, mcg K4", 1024, 768, 12, 3, 1, 4, true, Routing::kUniform,
+        {1, 6, 16}, all);
+  shape("axes, mul1 K4 per-expert", 1024, 768, 12, 3, 2, 4, false,
+        Routing::kDuplicates, {3, 16}, all);
+  const std::vector<Assignment> wide = {Stream(0, 8, 8, 256, 4, 8),
+                                        Stream(0, 4, 8, 256, 2, 8),
+                                        Stream(0, 8, 16, 128, 1, 16)};
+  shape("Qwen3-30B-A3B H2048 I768 E128", 2048, 768, 128, 8, 1, 4, true,
+        Routing::kUniform, {1, 2, 4, 8, 16}, wide);
+  shape("H7168 I256 E256 mul1", 7168, 256, 256, 8, 2, 4, true,
+        Routing::kUniform, {1, 4, 16},
+        {Stream(0, 8, 16, 256, 2, 8), Stream(0, 8, 8, 128, 1, 8)});
+  return cases;
+}
+
+// ---- speed -----------------------------------------------------------------
+
+// Memory of one candidate for every layer, and its timing.
+class Timing {
+ public:
+  Timing(const Layers& layers, u64 arena_bytes, u32 m, u32 hidden)
+      : layers_(layers), m_(m), out_(size_t{m} * hidden * 4) {
+    for (u32 layer = 0; layer < layers.count; ++layer) {
+      arenas_.push_back(std::make_unique<Buffer>(arena_bytes));
+    }
+    Check(driver.synchronize(), "cuCtxSynchronize");
+  }
+
+  // Microseconds per layer of steps [0, count).
+  double Steps(const Loaded& plan, size_t count, int replays) const {
+    return TimeGraph(layers_.stream, replays,
+                     [&] {
+                       for (u32 i = 0; i < layers_.count; ++i) {
+                         for (size_t s = 0; s < count; ++s) {
+                           plan.Launch(s, *layers_.data[i],
+                                       arenas_[i]->address(), out_.address(),
+                                       m_, layers_.stream);
+                         }
+                       }
+                     }) /
+           layers_.count;
+  }
+
+ private:
+  const Layers& layers_;
+  u32 m_;
+  Buffer out_;
+  std::vector<std::unique_ptr<Buffer>> arenas_;
+};
+
+struct Timed {
+  double us = 0;
+  Assignment point;
+  std::string note;
+};
+
+bool Faster(const Timed& a, const Timed& b) { return a.us < b.us; }
+
+class Bench {
+ public:
+  Bench(const Problem& p, std::vector<u32> tokens, Programs* programs,
+        std::string arch, int threads)
+      : p_(p),
+        tokens_(std::move(tokens)),
+        programs_(programs),
+        arch_(std::move(arch)),
+        threads_(threads),
+        layers_(p, *std::max_element(tokens_.begin(), tokens_.end()), kLayers) {
+  }
+
+  // Launches one candidate for every layer, for a profiler.
+  void Once(const Assignment& point) {
+    for (u32 m : tokens_) {
+      const Loaded plan(
+          Make(FusedMoeStreamTemplate(), SpecProblem(p_, m, m, arch_), point),
+          programs_);
+      const Buffer arena(plan.body().arena.bytes);
+      const Buffer out(size_t{m} * p_.hidden * 4);
+      for (u32 i = 0; i < layers_.count; ++i) {
+        plan.LaunchAll(*layers_.data[i], arena.address(), out.address(), m,
+                       nullptr);
+      }
+      Check(driver.synchronize(), "cuCtxSynchronize");
+    }
+  }
+
+  void Run() {
+    constexpr const char* kNames[] = {"3inst", "mcg", "mul1"};
+    std::printf("\n%s %s K%d: us per layer, cold weights, graph of %u layers\n",
+                p_.name.c_str(), kNames[p_.codebook], p_.bits[0], kLayers);
+    for (u32 m : tokens_) RunTokens(m);
+  }
+
+ private:
+  void RunTokens(u32 m) {
+    const double active = layers_.ActiveExperts(p_, m);
+    const double bytes = active * p_.hidden * p_.inter *
+                         (p_.bits[0] + p_.bits[1] + p_.bits[2]) / 8.0;
+    std::printf("m=%u: %.1f active experts, %.1f MB of weights\n", m, active,
+                bytes / 1e6);
+    const kiln::Problem problem = SpecProblem(p_, m, m, arch_);
+    // The tile kernel's best.
+    std::vector<Assignment> points =
+        FusedMoeCudaTemplate()->Enumerate(problem, 8).points;
+    Compile(FusedMoeCudaTemplate(), problem, points);
+    std::vector<Timed> tile;
+    for (const Assignment& point : points) {
+      tile.push_back(Time(FusedMoeCudaTemplate(), problem, point, m, 99, 15));
+    }
+    std::sort(tile.begin(), tile.end(), Faster);
+    std::printf("  tile   %7.2f us  %s\n", tile[0].us,
+                AssignmentText(tile[0].point).c_str());
+    for (const int64_t sum : SumModes(p_.codebook)) {
+      Sweep(problem, m, sum, bytes, tile[0].us);
+    }
+    std::fflush(stdout);
+    programs_->Clear();
+  }
+
+  void Sweep(const kiln::Problem& problem, u32 m, int64_t sum, double bytes,
+             double tile_us) {
+    const KernelTemplate* stream = FusedMoeStreamTemplate();
+    std::vector<Assignment> first, second;
+    for (const int64_t c : {1, 2, 4, 8}) {
+      for (const int64_t w : {8, 16}) {
+        const Assignment point = Stream(sum, c, w, 128, 1, 8);
+        if (Legal(problem, point)) first.push_back(point);
+      }
+    }
+    Compile(stream, problem, first);
+    std::vector<Timed> fc1;
+    for (const Assignment& point : first) {
+      fc1.push_back(Time(stream, problem, point, m, 1, 15));
+    }
+    std::sort(fc1.begin(), fc1.end(), Faster);
+    std::printf("  sum %lld fc1:", static_cast<long long>(sum));
+    for (const Timed& t : fc1) {
+      std::printf(" c%lldw%lld:%.2f",
+                  static_cast<long long>(t.point.at("cluster_fc1")),
+                  static_cast<long long>(t.point.at("warps_fc1")), t.us);
+    }
+    std::printf(" (%s regs)\n", fc1[0].note.c_str());
+    std::vector<Timed> whole;
+    for (size_t best = 0; best < std::min<size_t>(2, fc1.size()); ++best) {
+      second.clear();
+      for (const int64_t c : {1, 2, 4}) {
+        for (const int64_t w : {8, 16}) {
+          for (const int64_t ch : {128, 256}) {
+            Assignment point =
+                Stream(sum, fc1[best].point.at("cluster_fc1"),
+                       fc1[best].point.at("warps_fc1"), ch, c, w);
+            if (Legal(problem, point)) second.push_back(point);
+          }
+        }
+      }
+      Compile(stream, problem, second);
+      for (const Assignment& point : second) {
+        whole.push_back(Time(stream, problem, point, m, 2, 11));
+      }
+    }
+    std::sort(whole.begin(), whole.end(), Faster);
+    for (size_t i = 0; i < std::min<size_t>(5, whole.size()); ++i) {
+      std::printf("  stream %7.2f us  %.0f GB/s, %.2f x  %s regs %s\n",
+                  whole[i].us, bytes / whole[i].us / 1e3, tile_us / whole[i].us,
+                  AssignmentText(whole[i].point).c_str(),
+                  whole[i].note.c_str());
+    }
+    const bool was = overlap;
+    overlap = false;
+    const Timed plain = Time(stream, problem, whole[0].point, m, 2, 15);
+    overlap = was;
+    std::printf("  best without programmatic launch %.2f, worst %.2f\n",
+                plain.us, whole.back().us);
+  }
+
+  Timed Time(const KernelTemplate* from, const kiln::Problem& problem,
+             const Assignment& point, u32 m, size_t steps, int replays) {
+    const Loaded plan(Make(from, problem, point), programs_);
+    const Timing timing(layers_, plan.body().arena.bytes, m, p_.hidden);
+    Timed timed;
+    timed.point = point;
+    timed.us =
+        timing.Steps(plan, std::min(steps, plan.body().steps.size()), replays);
+    timed.note = plan.Registers(0) + "/" + plan.Registers(1);
+    return timed;
+  }
+
+  void Compile(const KernelTemplate* from, const kiln::Problem& problem,
+               const std::vector<Assignment>& points) {
+    std::vector<SourceUnit> units;
+    for (const Assignment& point : points) {
+      for (SourceUnit& unit :
+           from->MakeUnits(problem.geometry, problem.device.target, point)) {
+        units.push_back(std::move(unit));
+      }
+    }
+    programs_->Prepare(units, threads_);
+  }
+
+  Problem p_;
+  std::vector<u32> tokens_;
+  Programs* programs_;
+  std::string arch_;
+  int threads_;
+  Layers layers_;
+};
+
+// ---- command line ----------------------------------------------------------
+
+struct Options {
+  std::string nvrtc, filter, compile_only;
+  Assignment once;
+  bool quick = false, bench = true, correctness = true;
+  int threads = 0, codebook = 1, bits = 4, shape = 0;
+  std::vector<u32> tokens = {1, 2, 4, 8, 16};
+};
+
+Options Parse(int argc, char** argv) {
+  Options o;
+  const auto value = [&](int* i) -> std::string {
+    if (*i + 1 >= argc) Die(std::string(argv[*i]) + " needs a value");
+    return argv[++*i];
+  };
+  for (int i = 1; i < argc; ++i) {
+    const std::string a = argv[i];
+    if (a == "--nvrtc") {
+      o.nvrtc = value(&i);
+    } else if (a == "--filter") {
+      o.filter = value(&i);
+    } else if (a == "--compile-only") {
+      o.compile_only = value(&i);
+    } else if (a == "--codebook") {
+      o.codebook = std::atoi(value(&i).c_str());
+    } else if (a == "--bits") {
+      o.bits = std::atoi(value(&i).c_str());
+    } else if (a == "--shape") {
+      o.shape = std::atoi(value(&i).c_str());
+    } else if (a == "--threads") {
+      o.threads = std::atoi(value(&i).c_str());
+    } else if (a == "--quick") {
+      o.quick = true;
+    } else if (a == "--once") {
+      std::istringstream list(value(&i));
+      for (std::string axis; std::getline(list, axis, ',');) {
+        const size_t equals = axis.find('=');
+        if (equals == std::string::npos) Die("--once needs axis=value,...");
+        o.once[axis.substr(0, equals)] = std::atoi(axis.c_str() + equals + 1);
+      }
+      o.correctness = false;
+    } else if (a == "--plain") {
+      overlap = false;
+    } else if (a == "--bench-only") {
+      o.correctness = false;
+    } else if (a == "--no-bench") {
+      o.bench = false;
+    } else if (a == "--bench-tokens") {
+      std::istringstream list(value(&i));
+      o.tokens.clear();
+      for (std::string m; std::getline(list, m, ',');) {
+        o.tokens.push_back(
+            static_cast<u32>(std::strtoul(m.c_str(), nullptr, 10)));
+      }
+    } else {
+      Die("unknown option " + a);
+    }
+  }
+  if (o.codebook < 0 || o.codebook > 2) Die("--codebook is 0, 1 or 2");
+  if (o.bits < 1 || o.bits > 8) Die("--bits is 1 to 8");
+  if (o.shape < 0 || o.shape > 2) Die("--shape is 0, 1 or 2");
+  if (o.tokens.empty()) Die("--bench-tokens needs a number");
+  if (o.threads <= 0) {
+    o.threads = static_cast<int>(
+        std::clamp(std::thread::hardware_concurrency(), 1u, 16u));
+  }
+  return o;
+}
+
+std::vector<Case> Selected(const Options& o) {
+  std::vector<Case> cases = Cases(o.quick);
+  std::erase_if(cases, [&o](const Case& c) {
+    return c.problem.name.find(o.filter) == std::string::npos;
+  });
+  return cases;
+}
+
+void CompileAll(const std::vector<Case>& cases, const std::string& arch,
+                Programs* programs, int threads) {
+  std::vector<SourceUnit> units;
+  for (const Case& c : cases) {
+    const kiln::Problem problem =
+        SpecProblem(c.problem, 1, c.problem.tokens.back(), arch);
+    for (const Assignment& point : c.points) {
+      if (!Legal(problem, point)) continue;
+      for (SourceUnit& unit : FusedMoeStreamTemplate()->MakeUnits(
+               problem.geometry, problem.device.target, point)) {
+        units.push_back(std::move(unit));
+      }
+    }
+  }
+  programs->Prepare(units, threads);
+  std::printf("%zu programs compiled for %s\n", units.size(), arch.c_str());
+  std::fflush(stdout);
+}
+
+int Main(int argc, char** argv) {
+  const Options o = Parse(argc, argv);
+  const Nvrtc nvrtc = OpenNvrtc(o.nvrtc);
+  if (!o.compile_only.empty()) {
+    Programs programs(nvrtc, o.compile_only);
+    CompileAll(Selected(o), o.compile_only, &programs, o.threads);
+    return 0;
+  }
+  const Device device = OpenDevice(nvrtc);
+  Programs programs(nvrtc, device.arch);
+  bool ok = true;
+  if (o.correctness) {
+    const std::vector<Case> cases = Selected(o);
+    CompileAll(cases, device.arch, &programs, o.threads);
+    Suite suite(&programs, device.arch, o.threads);
+    for (const Case& c : cases) ok = suite.Run(c) && ok;
+    std::printf("%llu runs: %s\n",
+                static_cast<unsigned long long>(suite.total()),
+                ok ? "passed" : "FAILED");
+    std::fflush(stdout);
+  }
+  if (o.bench) {
+    Problem p;
+    p.codebook = o.codebook;
+    p.bits = {o.bits, o.bits, o.bits};
+    p.top_k = 8;
+    if (o.shape == 0) {
+      p.name = "Qwen3-30B-A3B H2048 I768 E128 k8";
+      p.hidden = 2048;
+      p.inter = 768;
+      p.experts = 128;
+    } else if (o.shape == 1) {
+      p.name = "H7168 I256 E256 k8";
+      p.hidden = 7168;
+      p.inter = 256;
+      p.experts = 256;
+    } else {
+      p.name = "H1024 I512 E256 k8";
+      p.hidden = 1024;
+      p.inter = 512;
+      p.experts = 256;
+    }
+    Bench bench(p, o.tokens, &programs, device.arch, o.threads);
+    if (o.once.empty()) {
+      bench.Run();
+    } else {
+      bench.Once(o.once);
+    }
+  }
+  return ok ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace kiln::gpu
+
+int main(int argc, char** argv) { return kiln::gpu::Main(argc, argv); }
