@@ -11,6 +11,8 @@ namespace kiln {
 namespace {
 
 constexpr uint64_t kZoneBytes = 4096;
+constexpr uint8_t kZone = 0xA5;
+constexpr uint8_t kInputZone = 0xFF;
 constexpr uint64_t kCheckChunkBytes = 16u << 20;
 
 uint64_t AlignUp(uint64_t value) {
@@ -18,9 +20,8 @@ uint64_t AlignUp(uint64_t value) {
 }
 
 absl::StatusOr<GuardedBuffer> Upload(Device* device, absl::string_view bytes) {
-  ASSIGN_OR_RETURN(
-      GuardedBuffer buffer,
-      GuardedBuffer::Allocate(device, bytes.size(), GuardedBuffer::kInputZone));
+  ASSIGN_OR_RETURN(GuardedBuffer buffer,
+                   GuardedBuffer::AllocateInput(device, bytes.size()));
   RETURN_IF_ERROR(buffer.CopyIn(bytes));
   return buffer;
 }
@@ -44,20 +45,39 @@ absl::StatusOr<bool> Holds(Device* device, const GuardedBuffer& buffer,
 }  // namespace
 
 absl::StatusOr<GuardedBuffer> GuardedBuffer::Allocate(Device* device,
-                                                      uint64_t bytes,
-                                                      uint8_t zone) {
+                                                      uint64_t bytes) {
   GuardedBuffer buffer;
   buffer.device_ = device;
   buffer.bytes_ = bytes;
-  buffer.zone_ = zone;
+  buffer.front_ = kZoneBytes;
+  buffer.behind_ = kZoneBytes + AlignUp(bytes) - bytes;
+  buffer.zone_ = kZone;
   ASSIGN_OR_RETURN(
       buffer.memory_,
-      DeviceBuffer::Allocate(device, 2 * kZoneBytes + AlignUp(bytes)));
+      DeviceBuffer::Allocate(device, buffer.front_ + bytes + buffer.behind_));
+  return buffer;
+}
+
+absl::StatusOr<GuardedBuffer> GuardedBuffer::AllocateInput(Device* device,
+                                                           uint64_t bytes) {
+  if (!device->fences()) {
+    ASSIGN_OR_RETURN(GuardedBuffer buffer, Allocate(device, bytes));
+    buffer.zone_ = kInputZone;
+    return buffer;
+  }
+  GuardedBuffer buffer;
+  buffer.device_ = device;
+  buffer.bytes_ = bytes;
+  buffer.front_ =
+      (kZoneBytes + bytes + kPageBytes - 1) / kPageBytes * kPageBytes - bytes;
+  buffer.zone_ = kInputZone;
+  ASSIGN_OR_RETURN(buffer.memory_,
+                   DeviceBuffer::Allocate(device, buffer.front_ + bytes));
   return buffer;
 }
 
 void* GuardedBuffer::data() const {
-  return static_cast<char*>(memory_.data()) + kZoneBytes;
+  return static_cast<char*>(memory_.data()) + front_;
 }
 
 absl::Status GuardedBuffer::Poison(uint8_t value) {
@@ -68,23 +88,23 @@ absl::Status GuardedBuffer::Poison(uint8_t value) {
 
 absl::Status GuardedBuffer::CopyIn(absl::string_view payload) const {
   KILN_CHECK(payload.size() == bytes_);
-  RETURN_IF_ERROR(device_->Fill(memory_.data(), zone_, kZoneBytes));
-  RETURN_IF_ERROR(device_->Fill(static_cast<char*>(data()) + bytes_, zone_,
-                                memory_.bytes() - kZoneBytes - bytes_));
+  RETURN_IF_ERROR(device_->Fill(memory_.data(), zone_, front_));
+  RETURN_IF_ERROR(
+      device_->Fill(static_cast<char*>(data()) + bytes_, zone_, behind_));
   return device_->CopyIn(data(), payload.data(), payload.size());
 }
 
 absl::StatusOr<std::string> GuardedBuffer::FindDamage() const {
   if (memory_.data() == nullptr) return std::string();
   const char intact = static_cast<char>(zone_);
-  std::string zone(kZoneBytes, '\0');
-  RETURN_IF_ERROR(device_->CopyOut(zone.data(), memory_.data(), kZoneBytes));
+  std::string zone(front_, '\0');
+  RETURN_IF_ERROR(device_->CopyOut(zone.data(), memory_.data(), front_));
   const size_t first = zone.find_first_not_of(intact);
   if (first != std::string::npos) {
-    return absl::StrCat("wrote ", kZoneBytes - first,
+    return absl::StrCat("wrote ", front_ - first,
                         " bytes before the buffer's start");
   }
-  zone.resize(memory_.bytes() - kZoneBytes - bytes_);
+  zone.resize(behind_);
   RETURN_IF_ERROR(device_->CopyOut(
       zone.data(), static_cast<const char*>(data()) + bytes_, zone.size()));
   const size_t last = zone.find_last_not_of(intact);
@@ -171,9 +191,7 @@ std::vector<uint64_t> OpBench::Params(size_t inputs) const {
     params[static_cast<size_t>(param)] = reinterpret_cast<uint64_t>(address);
   };
   for (uint32_t slot = 0; slot < kFusedMoeParamCount; ++slot) {
-    if (constants_[slot].bytes() != 0) {
-      set(static_cast<FusedMoeParam>(slot), constants_[slot].data());
-    }
+    set(static_cast<FusedMoeParam>(slot), constants_[slot].data());
   }
   const Inputs& tokens = inputs_.at(inputs);
   set(FusedMoeParam::kX, tokens.x.data());

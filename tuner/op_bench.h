@@ -20,14 +20,14 @@ namespace kiln {
 // A device buffer with red zones before and after it.
 class GuardedBuffer {
  public:
-  // Zones of inputs hold NaN, so that a read past the end shows in a result;
-  // those of other buffers hold what no kernel writes.
-  static constexpr uint8_t kZone = 0xA5;
-  static constexpr uint8_t kInputZone = 0xFF;
-
   GuardedBuffer() = default;
-  static absl::StatusOr<GuardedBuffer> Allocate(Device* device, uint64_t bytes,
-                                                uint8_t zone = kZone);
+  // For what kernels write: the zones hold what no kernel writes.
+  static absl::StatusOr<GuardedBuffer> Allocate(Device* device, uint64_t bytes);
+  // For what kernels only read: the zones hold NaN, so that a read there shows
+  // in a result. On a device that fences its memory the payload ends at the
+  // fence instead.
+  static absl::StatusOr<GuardedBuffer> AllocateInput(Device* device,
+                                                     uint64_t bytes);
 
   void* data() const;
 
@@ -46,7 +46,9 @@ class GuardedBuffer {
   Device* device_ = nullptr;
   DeviceBuffer memory_;
   uint64_t bytes_ = 0;
-  uint8_t zone_ = kZone;
+  uint64_t front_ = 0;   // bytes of the zone before the payload
+  uint64_t behind_ = 0;  // and of the one behind it
+  uint8_t zone_ = 0;
 };
 
 // Not thread-safe. Owns device memory; destroy before the device.

@@ -1,6 +1,7 @@
 #include "templates/fused_moe/workload.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -8,6 +9,7 @@
 #include <set>
 
 #include "compiler/base/check.h"
+#include "templates/device/hadamard.h"
 #include "templates/device/half.h"
 
 namespace kiln {
@@ -72,12 +74,26 @@ void AppendNarrow(std::string* out, float value, bool bf16) {
              : static_cast<uint16_t>(word >> 16));
 }
 
+// Gives the first Hadamard block of each row of both tables the same values, 1
+// or -1.
+void SetFirstBlocks(size_t hidden, std::string* gate, std::string* up) {
+  for (size_t row = 0; row < gate->size(); row += hidden * 2) {
+    for (size_t at = row; at < row + kd::kHadamardSize * 2; at += 2) {
+      uint16_t bits = 0;
+      std::memcpy(&bits, gate->data() + at, 2);
+      bits = (bits & 0x8000u) | 0x3C00u;
+      std::memcpy(gate->data() + at, &bits, 2);
+      std::memcpy(up->data() + at, &bits, 2);
+    }
+  }
+}
+
 // ---- kinds of draws --------------------------------------------------------
 
 // The token of a ragged draw that has no active route.
 constexpr uint32_t kDeadToken = 5;
 
-enum class Size { kUsual, kLarge, kSmall, kZero };
+enum class Size { kUsual, kLarge, kHuge, kSmall, kZero };
 
 // What is special about a token of an extreme draw.
 struct ExtremeToken {
@@ -101,18 +117,35 @@ constexpr ExtremeToken kExtremeTokens[kDistinctTokens] = {
     {.size = Size::kZero},
     {.poison = -kInfinity},
     {.weight = -1},
-    {.size = Size::kLarge, .nan_weights = true},
+    {.size = Size::kHuge, .nan_weights = true},
     {.weight = 0},
     {.size = Size::kSmall, .weight = 0x1p-40},
     {},
 };
 
-// As large as the activations may be while the largest binary16 sum of the down
-// projection stays ten of its standard deviations away. An activation is about
-// half the square of a gate.
-double LargeMagnitude(int64_t intermediate) {
-  return std::sqrt(65504 /
-                   (10 * 0.5 * std::sqrt(static_cast<double>(intermediate))));
+// Factor of x that makes gates of that size. An activation is about 0.7 times
+// the square of a gate, and a sum of the down projection grows by
+// sqrt(intermediate): its standard deviation is 65504 / `headroom`, where 65504
+// is the largest binary16.
+double Magnitude(int64_t intermediate, double headroom) {
+  return std::sqrt(
+      65504 / (headroom * 0.7 * std::sqrt(static_cast<double>(intermediate))));
+}
+
+double MagnitudeOf(Size size, int64_t intermediate) {
+  switch (size) {
+    case Size::kUsual:
+      return 1;
+    case Size::kLarge:
+      return Magnitude(intermediate, 28);
+    case Size::kHuge:  // some results are infinite
+      return Magnitude(intermediate, 7);
+    case Size::kSmall:
+      return 0x1p-6;
+    case Size::kZero:
+      return 0;
+  }
+  KILN_UNREACHABLE();
 }
 
 // 0 .. count-1 in a random order.
@@ -199,6 +232,9 @@ FusedMoeWorkload::FusedMoeWorkload(const RequestGeometry& geometry,
   };
   scales(FusedMoeParam::kGateSuh, 1);
   scales(FusedMoeParam::kUpSuh, 1);
+  SetFirstBlocks(static_cast<size_t>(geometry.hidden),
+                 &constants_[slot(FusedMoeParam::kGateSuh)],
+                 &constants_[slot(FusedMoeParam::kUpSuh)]);
   scales(FusedMoeParam::kDownSvh, fc2);
   // [gate_svh | up_svh | down_suh] per expert: two magnitudes in one table.
   SplitMix64 random(
@@ -227,6 +263,8 @@ absl::string_view RoutingName(Routing routing) {
       return "hot";
     case Routing::kExtreme:
       return "extreme";
+    case Routing::kOneTerm:
+      return "one-term";
   }
   KILN_UNREACHABLE();
 }
@@ -246,7 +284,8 @@ std::vector<int64_t> FusedMoeWorkload::RoutesOf(Routing routing, uint32_t draw,
     return ZipfRoutes(Permutation(experts, Mix(seed_, kStreamPopular, draw, 0)),
                       top_k, &random);
   }
-  if (routing == Routing::kHot || routing == Routing::kExtreme) {
+  if (routing == Routing::kHot || routing == Routing::kExtreme ||
+      routing == Routing::kOneTerm) {
     std::vector<int64_t> hot =
         Permutation(experts, Mix(seed_, kStreamPopular, draw, 0));
     hot.resize(top_k);
@@ -254,6 +293,11 @@ std::vector<int64_t> FusedMoeWorkload::RoutesOf(Routing routing, uint32_t draw,
     std::vector<int64_t> ids(top_k);
     for (size_t j = 0; j < top_k; ++j) {
       ids[j] = hot[static_cast<size_t>(order[j])];
+    }
+    if (routing == Routing::kOneTerm) {
+      for (size_t j = 0; j < top_k; ++j) {
+        if (j != token % top_k) ids[j] = -1;
+      }
     }
     if (routing == Routing::kExtreme) {
       const ExtremeToken& extreme = kExtremeTokens[token];
@@ -297,26 +341,43 @@ std::vector<int64_t> FusedMoeWorkload::RoutesOf(Routing routing, uint32_t draw,
   return ids;
 }
 
+double FusedMoeWorkload::OneTermValue(const std::vector<int64_t>& ids,
+                                      uint32_t token, int64_t channel) const {
+  if (channel >= kd::kHadamardSize) return 0;
+  // Row r of the Hadamard matrix has the sign (-1)^popcount(r and c) in column
+  // c; it is rotated into channel r alone.
+  const uint32_t row = (token * 37 + 11) % kd::kHadamardSize;
+  const bool minus =
+      std::popcount(row & static_cast<uint32_t>(channel)) % 2 == 1;
+  const int64_t expert = *std::max_element(ids.begin(), ids.end());
+  const int64_t table = geometry_.weights.shared_scales ? 0 : expert;
+  uint16_t scale = 0;
+  std::memcpy(&scale,
+              Constant(FusedMoeParam::kGateSuh).data() +
+                  (table * geometry_.hidden + channel) * 2,
+              2);
+  // A power of two near sqrt(hidden / 128), so that gates are of order one.
+  const double size = std::exp2(
+      std::round(0.5 * std::log2(static_cast<double>(geometry_.hidden) /
+                                 kd::kHadamardSize)));
+  return minus != (scale >> 15 != 0) ? -size : size;
+}
+
 void FusedMoeWorkload::AppendToken(Routing routing, uint32_t draw,
                                    uint32_t token, Tokens* out) const {
   const bool bf16 = geometry_.io_dtype == DType::kBf16;
   token = FirstAlike(routing, token);
   SplitMix64 random(
       Mix(seed_, kStreamTokens + (Kind(routing) << 8), draw, token));
+  const std::vector<int64_t> ids = RoutesOf(routing, draw, token);
   ExtremeToken extreme;
   if (routing == Routing::kExtreme) extreme = kExtremeTokens[token];
-  double magnitude = 1;
-  if (extreme.size == Size::kLarge) {
-    magnitude = LargeMagnitude(geometry_.intermediate);
-  } else if (extreme.size == Size::kSmall) {
-    magnitude = 0x1p-6;
-  } else if (extreme.size == Size::kZero) {
-    magnitude = 0;
-  }
+  const double magnitude = MagnitudeOf(extreme.size, geometry_.intermediate);
   for (int64_t c = 0; c < geometry_.hidden; ++c) {
     // Sum of three uniforms: bell-shaped, variance one, bounded by 3.
     double value = 2 * (random.Unit() + random.Unit() + random.Unit() - 1.5);
     value *= magnitude;  // zeros keep their signs
+    if (routing == Routing::kOneTerm) value = OneTermValue(ids, token, c);
     // One channel of a late block, or all of a token without routes.
     if (extreme.dead || c == geometry_.hidden - 5) value += extreme.poison;
     AppendNarrow(&out->x, static_cast<float>(value), bf16);
@@ -327,7 +388,6 @@ void FusedMoeWorkload::AppendToken(Routing routing, uint32_t draw,
     weights.push_back(0.1 + random.Unit());
     sum += weights.back();
   }
-  const std::vector<int64_t> ids = RoutesOf(routing, draw, token);
   for (size_t j = 0; j < ids.size(); ++j) {
     auto weight = static_cast<float>(weights[j] / sum * extreme.weight);
     if (extreme.dead || (extreme.nan_weights && ids[j] < 0)) {

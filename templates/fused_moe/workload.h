@@ -36,15 +36,19 @@ enum class Routing {
   // NaN weights, NaN in a token without a route, and tokens with NaN or
   // infinity whose row must be NaN, and theirs alone.
   kExtreme,
+  // One active route per token, whose operands have one channel that is not
+  // zero: every sum of the first products has one term, so its rounding, and
+  // nearly all that follows, does not depend on an order of summation.
+  kOneTerm,
 };
 
-// "uniform", "ragged", "zipf", "hot", "extreme".
+// "uniform", "ragged", "zipf", "hot", "extreme", "one-term".
 absl::string_view RoutingName(Routing routing);
 
-// Ragged, hot and extreme draws consist of this many distinct tokens, over and
-// over: token t has the content of token t mod kDistinctTokens, so a few
-// expected rows answer for all rows of any m. The number is coprime to every
-// tile size, so equal tokens lie at different places of their tiles.
+// Ragged, hot, extreme and one-term draws consist of this many distinct tokens,
+// over and over: token t has the content of token t mod kDistinctTokens, so a
+// few expected rows answer for all rows of any m. The number is coprime to
+// every tile size, so equal tokens lie at different places of their tiles.
 inline constexpr uint32_t kDistinctTokens = 13;
 
 // The first token of the draw with the content of `token`.
@@ -58,7 +62,8 @@ constexpr uint32_t FirstAlike(Routing routing, uint32_t token) {
 class FusedMoeWorkload {
  public:
   // Fills the weights and scales: uniformly random trellis words (every payload
-  // is valid) and scales that keep activations of order one.
+  // is valid) and scales that keep activations of order one. The first 128
+  // input scales of gate and up are equal, 1 or -1, for one-term draws.
   FusedMoeWorkload(const RequestGeometry& geometry, uint64_t seed);
 
   const RequestGeometry& geometry() const { return geometry_; }
@@ -98,6 +103,9 @@ class FusedMoeWorkload {
   // Ids of one token; inactive ones as they are stored.
   std::vector<int64_t> RoutesOf(Routing routing, uint32_t draw,
                                 uint32_t token) const;
+  // Channel of x in a one-term draw; `ids` has one that is active.
+  double OneTermValue(const std::vector<int64_t>& ids, uint32_t token,
+                      int64_t channel) const;
   void AppendToken(Routing routing, uint32_t draw, uint32_t token,
                    Tokens* out) const;
   // The reference on tokens 0 .. max(rows) of a draw.

@@ -89,6 +89,16 @@ bool SameCode(const Programs& a, const Programs& b) {
   return true;
 }
 
+void Tell(const Subject& subject) {
+  std::printf("%s\n    %s [%s] %s\n", subject.mutant.Name().c_str(),
+              subject.fate == Fate::kCaught    ? "caught"
+              : subject.fate == Fate::kExcused ? "left out"
+              : subject.fate == Fate::kSame    ? "same machine code"
+              : subject.fate == Fate::kBroken  ? "DOES NOT COMPILE"
+                                               : "SURVIVED",
+              subject.request, subject.reason.c_str());
+}
+
 // One request: compiles the pending subjects and judges those that differ from
 // the original.
 absl::Status Face(const MutantSuite& suite, const MutantRequest& request,
@@ -100,7 +110,6 @@ absl::Status Face(const MutantSuite& suite, const MutantRequest& request,
     pending.push_back(&subject);
     mutants.push_back(&subject.mutant);
   }
-  if (pending.empty()) return absl::OkStatus();
   const absl::Time begin = absl::Now();
   absl::StatusOr<std::vector<Programs>> programs =
       CompileMutants(suite, request, mutants, options.jobs);
@@ -129,6 +138,7 @@ absl::Status Face(const MutantSuite& suite, const MutantRequest& request,
   if (!options.compile_only) {
     VerdictOptions verdict_options;
     verdict_options.jobs = options.jobs;
+    if (options.backend == "cuda") verdict_options.seconds_max = 20;
     const absl::StatusOr<std::vector<Verdict>> verdicts =
         Judge(suite, request, candidates, verdict_options);
     if (!verdicts.ok()) return verdicts.status();
@@ -144,6 +154,7 @@ absl::Status Face(const MutantSuite& suite, const MutantRequest& request,
       judged[i]->request = request.name;
       judged[i]->reason = verdict.reason;
       if (verdict.caught) judged[i]->fate = Fate::kCaught;
+      if (options.verbose) Tell(*judged[i]);
     }
   }
   std::printf("request %s: %zu compiled in %.1f s, %zu judged in %.1f s\n",
@@ -183,14 +194,9 @@ int Report(const std::vector<Subject>& subjects, const Options& options) {
     }
     const bool bad =
         subject.fate == Fate::kPending || subject.fate == Fate::kBroken;
-    if (!bad && !options.verbose) continue;
-    std::printf("%s\n    %s [%s] %s\n", subject.mutant.Name().c_str(),
-                subject.fate == Fate::kCaught    ? "caught"
-                : subject.fate == Fate::kExcused ? "left out"
-                : subject.fate == Fate::kSame    ? "same machine code"
-                : subject.fate == Fate::kBroken  ? "DOES NOT COMPILE"
-                                                 : "SURVIVED",
-                subject.request, subject.reason.c_str());
+    if (bad || (options.verbose && subject.fate != Fate::kCaught)) {
+      Tell(subject);
+    }
   }
   std::printf(
       "| rule | mutants | left out | same code | caught | survived |\n"
@@ -210,6 +216,11 @@ int Run(const Options& options) {
                  std::string(suite.status().message()).c_str());
     return kSkipped;
   }
+  if (options.backend == "cuda" && !options.list && !options.compile_only &&
+      !HasGpu()) {
+    std::fprintf(stderr, "skipped: no GPU\n");
+    return kSkipped;
+  }
   std::vector<Subject> subjects;
   for (Mutant& mutant : AllMutants(*suite)) {
     Subject subject;
@@ -218,6 +229,7 @@ int Run(const Options& options) {
       subjects.push_back(std::move(subject));
     }
   }
+  int failures = 0;
   if (options.spread != 0) Spread(options.spread, &subjects);
   for (Subject& subject : subjects) {
     const Excuse* excuse = FindExcuse(subject.mutant, suite->excuses);
@@ -232,6 +244,15 @@ int Run(const Options& options) {
     std::printf("%zu mutants\n", subjects.size());
     return 0;
   }
+  for (const MutantRequest& request : suite->originals) {
+    std::vector<Subject> none;
+    const absl::Status status = Face(*suite, request, options, &none);
+    if (!status.ok()) {
+      std::fprintf(stderr, "error: %s\n",
+                   std::string(status.message()).c_str());
+      ++failures;
+    }
+  }
   for (const MutantRequest& request : suite->requests) {
     const absl::Status status = Face(*suite, request, options, &subjects);
     if (!status.ok()) {
@@ -245,7 +266,7 @@ int Run(const Options& options) {
       subject.fate = Fate::kSame;
     }
   }
-  return Report(subjects, options);
+  return Report(subjects, options) + failures == 0 ? 0 : 1;
 }
 
 int Main(int argc, char** argv) {

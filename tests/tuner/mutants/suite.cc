@@ -70,11 +70,10 @@ std::vector<SourceUnit> UnitsOf(const MutantSuite& suite,
   return units;
 }
 
-absl::StatusOr<std::unique_ptr<Device>> OpenDevice(const MutantSuite& suite,
-                                                   int ordinal) {
+absl::StatusOr<std::unique_ptr<Device>> OpenDevice(const MutantSuite& suite) {
   const Target& target = suite.device.target;
   return target.backend == Backend::kCpu ? OpenCpuDevice(target)
-                                         : OpenCudaDevice(ordinal, target);
+                                         : OpenCudaDevice(0, target);
 }
 
 // Runs inside the child: the verdict as "+reason", "-" or "!error".
@@ -84,7 +83,7 @@ std::string JudgeHere(const MutantSuite& suite, const MutantRequest& request,
     std::unique_ptr<Device> device;
     std::unique_ptr<OpBench> own;
     if (bench == nullptr) {
-      ASSIGN_OR_RETURN(device, OpenDevice(suite, 0));
+      ASSIGN_OR_RETURN(device, OpenDevice(suite));
       ASSIGN_OR_RETURN(own,
                        OpBench::Create(device.get(), request.geometry, kSeed));
       bench = own.get();
@@ -112,10 +111,10 @@ std::string JudgeHere(const MutantSuite& suite, const MutantRequest& request,
   }
   if (result->passed) {
     return absl::StrFormat(
-        "-worst errors: %.3g float64, %.3g staged, %.3g of "
-        "a case",
+        "-worst errors: %.3g float64, %.3g staged, %.3g of a case, %.3g with "
+        "one term",
         result->worst_error, result->worst_staged_error,
-        result->worst_case_error);
+        result->worst_case_error, result->worst_one_term_error);
   }
   return absl::StrCat("+", result->reason);
 }
@@ -284,7 +283,32 @@ absl::StatusOr<MutantSuite> CudaSuite(const std::string& target_name) {
                             Geometry(512, 256, 9, 4, Codebook::kMul1,
                                      {.gate = 8, .up = 8, .down = 2}),
                             axes(16, 64, 4, 1, 2), 300});
+  const auto real = [](int64_t hidden, int64_t inter, int64_t experts,
+                       int64_t top_k, int bits) {
+    return Geometry(hidden, inter, experts, top_k, Codebook::kMcg,
+                    {.gate = bits, .up = bits, .down = bits});
+  };
+  suite.originals.push_back(
+      {"64 experts", real(2048, 1024, 64, 8, 4), axes(16, 128, 3, 1, 1), 64});
+  suite.originals.push_back({"128 experts, split",
+                             Shared(real(2048, 768, 128, 8, 3)),
+                             axes(8, 64, 3, 4, 2), 16});
+  suite.originals.push_back(
+      {"wide", real(7168, 2048, 4, 2, 4), axes(32, 128, 3, 1, 1), 40});
+  suite.originals.push_back(
+      {"wide, split", real(7168, 2048, 4, 2, 5), axes(32, 128, 2, 8, 4), 40});
+  suite.originals.push_back(
+      {"deep", real(4096, 14336, 2, 1, 4), axes(64, 128, 2, 2, 4), 40});
   return suite;
+}
+
+bool HasGpu() {
+  const pid_t child = fork();
+  KILN_CHECK(child >= 0);
+  if (child == 0) _exit(ListCudaDevices().empty() ? 1 : 0);
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
 std::vector<Mutant> AllMutants(const MutantSuite& suite) {
@@ -346,7 +370,7 @@ absl::StatusOr<std::vector<Verdict>> Judge(
   // On the CPU the children share inputs and answers; a CUDA context cannot be
   // shared with a child.
   if (suite.device.target.backend == Backend::kCpu) {
-    ASSIGN_OR_RETURN(device, OpenDevice(suite, 0));
+    ASSIGN_OR_RETURN(device, OpenDevice(suite));
     ASSIGN_OR_RETURN(bench,
                      OpBench::Create(device.get(), request.geometry, kSeed));
     for (const VerifyCase& test : VerifyCases({1, request.capacity})) {

@@ -32,6 +32,9 @@ struct MutantSuite {
   DeviceProfile device;
   CompilerSetup compiler;
   std::vector<MutantRequest> requests;
+  // Requests of real size that the original alone faces: the limits that catch
+  // mutants must leave it room.
+  std::vector<MutantRequest> originals;
   std::span<const MutationRule> rules;
   std::span<const Excuse> excuses;
 };
@@ -39,7 +42,7 @@ struct MutantSuite {
 // Errors: why this backend's mutants cannot be compiled here.
 //   cc_cpu: path of kiln-cc-cpu.
 absl::StatusOr<MutantSuite> CpuSuite(const std::string& cc_cpu);
-// For `target`, of a device that need not be here.
+// For `target`, of a device that need not be here; Judge uses the first one.
 absl::StatusOr<MutantSuite> CudaSuite(const std::string& target);
 
 // All mutants of a suite.
@@ -61,7 +64,6 @@ struct Verdict {
 struct VerdictOptions {
   int jobs = 2;
   double seconds_max = 60;  // for one mutant; then its process is killed
-  int device = 0;           // CUDA ordinal
 };
 
 // The verifier's verdict on each candidate (programs as CompileMutants returned
@@ -70,6 +72,10 @@ absl::StatusOr<std::vector<Verdict>> Judge(
     const MutantSuite& suite, const MutantRequest& request,
     const std::vector<const Programs*>& candidates,
     const VerdictOptions& options);
+
+// Whether this machine has a GPU. Asks in a child: a process that has used CUDA
+// cannot have children that do.
+bool HasGpu();
 
 }  // namespace kiln::testing
 
