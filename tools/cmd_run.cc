@@ -83,11 +83,11 @@ struct RunResult {
 class Runner {
  public:
   Runner(const RunCommand& command, OpBench* bench, LoadedPlan* plan,
-         double tolerance)
+         const Promise& promise)
       : command_(command),
         bench_(bench),
         plan_(plan),
-        tolerance_(tolerance),
+        promise_(promise),
         threads_(std::max(
             1, static_cast<int>(std::thread::hardware_concurrency()))) {}
 
@@ -140,15 +140,15 @@ class Runner {
     test.m = m;
     test.routing = routing;
     test.draw = draw;
-    test.rows = SampleRows(m, kRowsMax);
-    return CheckOutput(bench_, test, tolerance_, threads_, &result_.verdict)
+    test.rows = OracleRows(routing, m, kRowsMax);
+    return CheckOutput(bench_, test, promise_, threads_, &result_.verdict)
         .status();
   }
 
   const RunCommand& command_;
   OpBench* bench_;
   LoadedPlan* plan_;
-  double tolerance_;
+  Promise promise_;
   int threads_;
   RunResult result_;
 };
@@ -238,7 +238,8 @@ absl::StatusOr<int> RunRun(const GlobalOptions& global,
       RuntimeStatus(kiln_entry_plan(plan.entry(), &info, &error), error));
   ASSIGN_OR_RETURN(const std::unique_ptr<OpBench> bench,
                    OpBench::Create(device.get(), *geometry, command.seed));
-  Runner runner(command, bench.get(), &plan, info.tolerance);
+  Runner runner(command, bench.get(), &plan,
+                PromiseOf(info.numerics_class, info.tolerance));
   ASSIGN_OR_RETURN(const RunResult result, runner.Run());
   Print(global, command, device->profile(), info, result);
   return result.verdict.passed ? kExitDone : kExitFailed;

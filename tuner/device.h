@@ -29,6 +29,8 @@ class Replay {
   virtual absl::StatusOr<double> Run() = 0;
 };
 
+inline constexpr uint64_t kPageBytes = 4096;
+
 // One device. Not thread-safe; every call waits for its own completion unless
 // it says otherwise. Errors are Internal with the driver's own name and text;
 // after one the device may be unusable.
@@ -51,6 +53,9 @@ class Device {
   // `bytes` of device memory, 256-byte aligned. Use DeviceBuffer instead.
   //   Errors: ResourceExhausted, naming the size.
   virtual absl::StatusOr<void*> Allocate(uint64_t bytes) = 0;
+  // Whether memory of whole pages (kPageBytes) lies between inaccessible ones,
+  // so that a program which leaves it ends at once.
+  virtual bool fences() const = 0;
   virtual void Free(void* memory) = 0;
 
   virtual absl::Status CopyIn(void* to, const void* from, uint64_t bytes) = 0;

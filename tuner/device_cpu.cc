@@ -1,17 +1,21 @@
 // This machine's processor as a Device.
 
+#include <sys/mman.h>
+
+#include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
+#include <map>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "compiler/base/status_macros.h"
-#include "compiler/spec/plan.h"
 #include "tuner/device.h"
 
 namespace kiln {
 namespace {
+
+constexpr uint64_t kFenceBytes = uint64_t{64} << 20;
 
 class CpuReplay : public Replay {
  public:
@@ -39,18 +43,39 @@ class CpuDevice : public Device {
 
   CUstream_st* stream() const override { return nullptr; }
 
+  // Whole pages with address space around them that faults when it is touched:
+  // enough for the weights of a neighbouring expert.
   absl::StatusOr<void*> Allocate(uint64_t bytes) override {
-    const uint64_t rounded =
-        (bytes + kArenaAlignment) / kArenaAlignment * kArenaAlignment;
-    void* memory = std::aligned_alloc(kArenaAlignment, rounded);
-    if (memory == nullptr) {
+    const uint64_t usable =
+        std::max<uint64_t>(1, (bytes + kPageBytes - 1) / kPageBytes) *
+        kPageBytes;
+    const uint64_t all = usable + 2 * kFenceBytes;
+    void* const fenced =
+        mmap(nullptr, all, PROT_NONE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const auto exhausted = [bytes] {
       return absl::ResourceExhaustedError(
           absl::StrCat("cannot allocate ", bytes, " bytes of memory"));
+    };
+    if (fenced == MAP_FAILED) return exhausted();
+    void* const memory = static_cast<char*>(fenced) + kFenceBytes;
+    if (mprotect(memory, usable, PROT_READ | PROT_WRITE) != 0) {
+      munmap(fenced, all);
+      return exhausted();
     }
+    mapped_[memory] = usable;
     return memory;
   }
 
-  void Free(void* memory) override { std::free(memory); }
+  void Free(void* memory) override {
+    const auto it = mapped_.find(memory);
+    if (it == mapped_.end()) return;
+    munmap(static_cast<char*>(memory) - kFenceBytes,
+           it->second + 2 * kFenceBytes);
+    mapped_.erase(it);
+  }
+
+  bool fences() const override { return true; }
 
   absl::Status CopyIn(void* to, const void* from, uint64_t bytes) override {
     if (bytes != 0) std::memcpy(to, from, bytes);
@@ -76,6 +101,7 @@ class CpuDevice : public Device {
 
  private:
   DeviceProfile profile_;
+  std::map<void*, uint64_t> mapped_;  // usable bytes
 };
 
 }  // namespace

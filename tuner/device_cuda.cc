@@ -271,6 +271,8 @@ class CudaDevice : public Device {
 
   CUstream_st* stream() const override { return stream_; }
 
+  bool fences() const override { return false; }
+
   absl::StatusOr<void*> Allocate(uint64_t bytes) override {
     CuAddress address = 0;
     const absl::Status status =

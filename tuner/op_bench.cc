@@ -11,23 +11,24 @@ namespace kiln {
 namespace {
 
 constexpr uint64_t kZoneBytes = 4096;
-constexpr uint8_t kZoneByte = 0xA5;
+constexpr uint8_t kZone = 0xA5;
+constexpr uint8_t kInputZone = 0xFF;
 constexpr uint64_t kCheckChunkBytes = 16u << 20;
 
 uint64_t AlignUp(uint64_t value) {
   return (value + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
 }
 
-absl::StatusOr<DeviceBuffer> Upload(Device* device, absl::string_view bytes) {
-  ASSIGN_OR_RETURN(DeviceBuffer buffer,
-                   DeviceBuffer::Allocate(device, bytes.size()));
-  RETURN_IF_ERROR(device->CopyIn(buffer.data(), bytes.data(), bytes.size()));
+absl::StatusOr<GuardedBuffer> Upload(Device* device, absl::string_view bytes) {
+  ASSIGN_OR_RETURN(GuardedBuffer buffer,
+                   GuardedBuffer::AllocateInput(device, bytes.size()));
+  RETURN_IF_ERROR(buffer.CopyIn(bytes));
   return buffer;
 }
 
-// Compares device bytes with what was uploaded, piece by piece.
-absl::Status Compare(Device* device, const DeviceBuffer& buffer,
-                     absl::string_view expected, absl::string_view name) {
+// Whether the device has what was uploaded; compared piece by piece.
+absl::StatusOr<bool> Holds(Device* device, const GuardedBuffer& buffer,
+                           absl::string_view expected) {
   std::string piece;
   for (uint64_t at = 0; at < expected.size(); at += kCheckChunkBytes) {
     piece.resize(std::min<uint64_t>(kCheckChunkBytes, expected.size() - at));
@@ -35,25 +36,10 @@ absl::Status Compare(Device* device, const DeviceBuffer& buffer,
         piece.data(), static_cast<const char*>(buffer.data()) + at,
         piece.size()));
     if (absl::string_view(piece) != expected.substr(at, piece.size())) {
-      return absl::InternalError(
-          absl::StrCat("read-only input ", name, " was written"));
+      return false;
     }
   }
-  return absl::OkStatus();
-}
-
-// Uploads `expected` again where the device's bytes differ, and says so in
-// `finding` unless that already says something.
-absl::Status Restore(Device* device, const DeviceBuffer& buffer,
-                     absl::string_view expected, absl::string_view name,
-                     std::string* finding) {
-  const absl::Status status = Compare(device, buffer, expected, name);
-  if (status.ok()) return absl::OkStatus();
-  // The device may have failed instead; the copy then fails too.
-  RETURN_IF_ERROR(
-      device->CopyIn(buffer.data(), expected.data(), expected.size()));
-  if (finding->empty()) *finding = std::string(status.message());
-  return absl::OkStatus();
+  return true;
 }
 
 }  // namespace
@@ -63,36 +49,65 @@ absl::StatusOr<GuardedBuffer> GuardedBuffer::Allocate(Device* device,
   GuardedBuffer buffer;
   buffer.device_ = device;
   buffer.bytes_ = bytes;
+  buffer.front_ = kZoneBytes;
+  buffer.behind_ = kZoneBytes + AlignUp(bytes) - bytes;
+  buffer.zone_ = kZone;
   ASSIGN_OR_RETURN(
       buffer.memory_,
-      DeviceBuffer::Allocate(device, 2 * kZoneBytes + AlignUp(bytes)));
+      DeviceBuffer::Allocate(device, buffer.front_ + bytes + buffer.behind_));
+  return buffer;
+}
+
+absl::StatusOr<GuardedBuffer> GuardedBuffer::AllocateInput(Device* device,
+                                                           uint64_t bytes) {
+  if (!device->fences()) {
+    ASSIGN_OR_RETURN(GuardedBuffer buffer, Allocate(device, bytes));
+    buffer.zone_ = kInputZone;
+    return buffer;
+  }
+  GuardedBuffer buffer;
+  buffer.device_ = device;
+  buffer.bytes_ = bytes;
+  buffer.front_ =
+      (kZoneBytes + bytes + kPageBytes - 1) / kPageBytes * kPageBytes - bytes;
+  buffer.zone_ = kInputZone;
+  ASSIGN_OR_RETURN(buffer.memory_,
+                   DeviceBuffer::Allocate(device, buffer.front_ + bytes));
   return buffer;
 }
 
 void* GuardedBuffer::data() const {
-  return static_cast<char*>(memory_.data()) + kZoneBytes;
+  return static_cast<char*>(memory_.data()) + front_;
 }
 
 absl::Status GuardedBuffer::Poison(uint8_t value) {
   if (memory_.data() == nullptr) return absl::OkStatus();
-  RETURN_IF_ERROR(device_->Fill(memory_.data(), kZoneByte, memory_.bytes()));
+  RETURN_IF_ERROR(device_->Fill(memory_.data(), zone_, memory_.bytes()));
   return device_->Fill(data(), value, bytes_);
+}
+
+absl::Status GuardedBuffer::CopyIn(absl::string_view payload) const {
+  KILN_CHECK(payload.size() == bytes_);
+  RETURN_IF_ERROR(device_->Fill(memory_.data(), zone_, front_));
+  RETURN_IF_ERROR(
+      device_->Fill(static_cast<char*>(data()) + bytes_, zone_, behind_));
+  return device_->CopyIn(data(), payload.data(), payload.size());
 }
 
 absl::StatusOr<std::string> GuardedBuffer::FindDamage() const {
   if (memory_.data() == nullptr) return std::string();
-  constexpr char kZone = static_cast<char>(kZoneByte);
-  std::string zone(kZoneBytes, '\0');
-  RETURN_IF_ERROR(device_->CopyOut(zone.data(), memory_.data(), kZoneBytes));
-  const size_t first = zone.find_first_not_of(kZone);
+  const char intact = static_cast<char>(zone_);
+  std::string zone(front_, '\0');
+  RETURN_IF_ERROR(device_->CopyOut(zone.data(), memory_.data(), front_));
+  const size_t first = zone.find_first_not_of(intact);
   if (first != std::string::npos) {
-    return absl::StrCat("wrote ", kZoneBytes - first,
+    return absl::StrCat("wrote ", front_ - first,
                         " bytes before the buffer's start");
   }
-  zone.resize(memory_.bytes() - kZoneBytes - bytes_);
+  zone.resize(behind_);
   RETURN_IF_ERROR(device_->CopyOut(
       zone.data(), static_cast<const char*>(data()) + bytes_, zone.size()));
-  const size_t last = zone.find_last_not_of(kZone);
+  const size_t last = zone.find_last_not_of(intact);
   if (last != std::string::npos) {
     return absl::StrCat("wrote up to ", last + 1,
                         " bytes behind the buffer's end");
@@ -106,7 +121,7 @@ absl::StatusOr<std::unique_ptr<OpBench>> OpBench::Create(
   for (uint32_t slot = 0; slot < kFusedMoeParamCount; ++slot) {
     const absl::string_view bytes =
         bench->workload_.Constant(static_cast<FusedMoeParam>(slot));
-    DeviceBuffer buffer;
+    GuardedBuffer buffer;
     if (!bytes.empty()) {
       ASSIGN_OR_RETURN(buffer, Upload(device, bytes));
     }
@@ -165,8 +180,7 @@ absl::Status OpBench::RewriteInputs(size_t inputs, Routing routing,
         {&set.topk_ids, &set.host.topk_ids},
         {&set.topk_weights, &set.host.topk_weights}}) {
     KILN_CHECK(buffer->bytes() == bytes->size());
-    RETURN_IF_ERROR(
-        device_->CopyIn(buffer->data(), bytes->data(), bytes->size()));
+    RETURN_IF_ERROR(buffer->CopyIn(*bytes));
   }
   return absl::OkStatus();
 }
@@ -195,47 +209,61 @@ absl::StatusOr<std::vector<float>> OpBench::ReadOutput(uint32_t tokens) const {
   return rows;
 }
 
-absl::Status OpBench::CheckInputs() const {
+std::vector<OpBench::Slot> OpBench::TokenSlots(const Inputs& inputs) const {
+  return {{"x", &inputs.x, inputs.host.x},
+          {"topk_ids", &inputs.topk_ids, inputs.host.topk_ids},
+          {"topk_weights", &inputs.topk_weights, inputs.host.topk_weights}};
+}
+
+std::vector<OpBench::Slot> OpBench::AllSlots() const {
+  std::vector<Slot> slots;
   const std::vector<ParamDecl> params = FusedMoeParams(geometry());
   for (uint32_t slot = 0; slot < kFusedMoeParamCount; ++slot) {
-    RETURN_IF_ERROR(
-        Compare(device_, constants_[slot],
-                workload_.Constant(static_cast<FusedMoeParam>(slot)),
-                params[slot].name));
+    if (constants_[slot].bytes() == 0) continue;
+    slots.push_back({params[slot].name, &constants_[slot],
+                     workload_.Constant(static_cast<FusedMoeParam>(slot))});
   }
   for (const Inputs& inputs : inputs_) {
-    RETURN_IF_ERROR(Compare(device_, inputs.x, inputs.host.x, "x"));
-    RETURN_IF_ERROR(
-        Compare(device_, inputs.topk_ids, inputs.host.topk_ids, "topk_ids"));
-    RETURN_IF_ERROR(Compare(device_, inputs.topk_weights,
-                            inputs.host.topk_weights, "topk_weights"));
+    for (Slot& slot : TokenSlots(inputs)) slots.push_back(std::move(slot));
+  }
+  return slots;
+}
+
+absl::Status OpBench::CheckInputs() const {
+  for (const Slot& slot : AllSlots()) {
+    ASSIGN_OR_RETURN(const std::string damage, FindDamage(slot));
+    if (!damage.empty()) return absl::InternalError(damage);
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::string> OpBench::RestoreTokens() {
+absl::StatusOr<std::string> OpBench::FindDamage(const Slot& slot) const {
+  ASSIGN_OR_RETURN(const bool whole, Holds(device_, *slot.buffer, slot.host));
+  if (!whole) {
+    return absl::StrCat("read-only input ", slot.name, " was written");
+  }
+  ASSIGN_OR_RETURN(const std::string damage, slot.buffer->FindDamage());
+  return damage.empty() ? damage
+                        : absl::StrCat("input ", slot.name, ": ", damage);
+}
+
+absl::StatusOr<std::string> OpBench::Restore(const std::vector<Slot>& slots) {
   std::string finding;
-  for (const Inputs& inputs : inputs_) {
-    RETURN_IF_ERROR(Restore(device_, inputs.x, inputs.host.x, "x", &finding));
-    RETURN_IF_ERROR(Restore(device_, inputs.topk_ids, inputs.host.topk_ids,
-                            "topk_ids", &finding));
-    RETURN_IF_ERROR(Restore(device_, inputs.topk_weights,
-                            inputs.host.topk_weights, "topk_weights",
-                            &finding));
+  for (const Slot& slot : slots) {
+    ASSIGN_OR_RETURN(const std::string damage, FindDamage(slot));
+    if (damage.empty()) continue;
+    RETURN_IF_ERROR(slot.buffer->CopyIn(slot.host));
+    if (finding.empty()) finding = damage;
   }
   return finding;
 }
 
-absl::StatusOr<std::string> OpBench::RestoreConstants() {
-  std::string finding;
-  const std::vector<ParamDecl> params = FusedMoeParams(geometry());
-  for (uint32_t slot = 0; slot < kFusedMoeParamCount; ++slot) {
-    RETURN_IF_ERROR(
-        Restore(device_, constants_[slot],
-                workload_.Constant(static_cast<FusedMoeParam>(slot)),
-                params[slot].name, &finding));
-  }
-  return finding;
+absl::StatusOr<std::string> OpBench::RestoreTokens(size_t inputs) {
+  return Restore(TokenSlots(inputs_.at(inputs)));
+}
+
+absl::StatusOr<std::string> OpBench::RestoreInputs() {
+  return Restore(AllSlots());
 }
 
 }  // namespace kiln

@@ -1,5 +1,5 @@
 // OpBench: the buffers of one request on one device. Weights are uploaded once;
-// token inputs come in numbered sets; output and arena lie between red zones.
+// token inputs come in numbered sets; every buffer lies between red zones.
 
 #ifndef KILN_TUNER_OP_BENCH_H_
 #define KILN_TUNER_OP_BENCH_H_
@@ -20,15 +20,24 @@ namespace kiln {
 // A device buffer with red zones before and after it.
 class GuardedBuffer {
  public:
+  GuardedBuffer() = default;
+  // For what kernels write: the zones hold what no kernel writes.
   static absl::StatusOr<GuardedBuffer> Allocate(Device* device, uint64_t bytes);
+  // For what kernels only read: the zones hold NaN, so that a read there shows
+  // in a result. On a device that fences its memory the payload ends at the
+  // fence instead.
+  static absl::StatusOr<GuardedBuffer> AllocateInput(Device* device,
+                                                     uint64_t bytes);
 
   void* data() const;
 
   uint64_t bytes() const { return bytes_; }
 
-  // Fills the payload with `value` (0xFF: NaN as f32, f16 and bf16) and renews
-  // the zones.
+  // Renews the zones and fills the payload with `value` (0xFF: NaN as f32, f16
+  // and bf16).
   absl::Status Poison(uint8_t value = 0xFF);
+  // Renews the zones and copies the payload from the host.
+  absl::Status CopyIn(absl::string_view payload) const;
   // Side and distance of a write into a zone, for people; empty when both
   // zones are intact. The status is the device's.
   absl::StatusOr<std::string> FindDamage() const;
@@ -37,6 +46,9 @@ class GuardedBuffer {
   Device* device_ = nullptr;
   DeviceBuffer memory_;
   uint64_t bytes_ = 0;
+  uint64_t front_ = 0;   // bytes of the zone before the payload
+  uint64_t behind_ = 0;  // and of the one behind it
+  uint8_t zone_ = 0;
 };
 
 // Not thread-safe. Owns device memory; destroy before the device.
@@ -77,16 +89,16 @@ class OpBench {
   // Copies the first `tokens` output rows to the host.
   absl::StatusOr<std::vector<float>> ReadOutput(uint32_t tokens) const;
 
-  // Internal when an input slot no longer has its bytes: something wrote to a
-  // read-only buffer. Reads all weights back.
+  // Internal when an input or its zones no longer have their bytes:
+  // something wrote to or around a read-only buffer. Reads all weights back.
   absl::Status CheckInputs() const;
 
   // The same as a finding: the first damaged slot in words, or empty when all
   // are intact. Damaged slots are uploaded again, so that the next candidate
-  // starts from whole inputs. Tokens: all input sets. Constants: weights and
-  // scales.
-  absl::StatusOr<std::string> RestoreTokens();
-  absl::StatusOr<std::string> RestoreConstants();
+  // starts from whole inputs. RestoreInputs looks at everything, RestoreTokens
+  // at one input set.
+  absl::StatusOr<std::string> RestoreTokens(size_t inputs);
+  absl::StatusOr<std::string> RestoreInputs();
 
  private:
   struct Inputs {
@@ -94,17 +106,29 @@ class OpBench {
     uint32_t draw = 0;
     uint32_t tokens = 0;
     FusedMoeWorkload::Tokens host;
-    DeviceBuffer x;
-    DeviceBuffer topk_ids;
-    DeviceBuffer topk_weights;
+    GuardedBuffer x;
+    GuardedBuffer topk_ids;
+    GuardedBuffer topk_weights;
   };
+
+  // An input buffer and what it must hold.
+  struct Slot {
+    std::string name;
+    const GuardedBuffer* buffer = nullptr;
+    absl::string_view host;
+  };
+
+  std::vector<Slot> TokenSlots(const Inputs& inputs) const;
+  std::vector<Slot> AllSlots() const;
+  absl::StatusOr<std::string> FindDamage(const Slot& slot) const;
+  absl::StatusOr<std::string> Restore(const std::vector<Slot>& slots);
 
   OpBench(Device* device, const RequestGeometry& geometry, uint64_t seed)
       : device_(device), workload_(geometry, seed) {}
 
   Device* device_;
   FusedMoeWorkload workload_;
-  std::vector<DeviceBuffer> constants_;  // by slot; empty where per-token
+  std::vector<GuardedBuffer> constants_;  // by slot; empty where per-token
   std::vector<Inputs> inputs_;
   GuardedBuffer output_;
   GuardedBuffer arena_;

@@ -128,7 +128,7 @@ class RaceRunner {
         continue;
       }
       if (timing.outcome == Outcome::kOpen) {
-        RETURN_IF_ERROR(VerifyOne(i, *loaded, cases));
+        RETURN_IF_ERROR(VerifyOne(i, cases));
         Checkpoint();
       }
       if (timing.outcome == Outcome::kFinished) {
@@ -138,18 +138,21 @@ class RaceRunner {
     return absl::OkStatus();
   }
 
-  absl::Status VerifyOne(size_t index, const LoadedPlan& loaded,
-                         const std::vector<VerifyCase>& cases) {
+  absl::Status VerifyOne(size_t index, const std::vector<VerifyCase>& cases) {
     const Contender& contender = contenders_[index];
     Timing& timing = result_.timings[index];
+    const PlanBody zoned = WithArenaZones(contender.body);
+    ASSIGN_OR_RETURN(
+        const LoadedPlan loaded,
+        LoadedPlan::Load(bench_->device(), bench_->geometry(), interval_.m_max,
+                         zoned, contender.programs));
     // Exactly what the candidate declares, so that a write past its own arena
     // hits the zone and not the room of a larger one.
-    RETURN_IF_ERROR(
-        bench_->Reserve(interval_.m_max, contender.body.arena.bytes));
+    RETURN_IF_ERROR(bench_->Reserve(interval_.m_max, zoned.arena.bytes));
     Report(absl::StrCat("verify ", index + 1, "/", contenders_.size(), " ",
                         contender.body.Label()));
     const absl::StatusOr<VerifyResult> verified =
-        Verify(bench_, loaded, contender.body, cases, options_.oracle_threads);
+        Verify(bench_, loaded, zoned, cases, options_.oracle_threads);
     if (!verified.ok()) {
       return Annotate(verified.status(), contender.body.Label());
     }

@@ -1,10 +1,12 @@
 #include "tuner/verifier.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <set>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "compiler/base/status_macros.h"
@@ -13,28 +15,54 @@ namespace kiln {
 namespace {
 
 constexpr uint32_t kRowsMax = 8;
-// Contents of the arena before a first and a repeated run.
-constexpr uint8_t kArenaFirst = 0xFF;
-constexpr uint8_t kArenaRepeat = 0x00;
+constexpr uint64_t kArenaZoneBytes = 4096;
+// What the arena holds before a launch, in turn: NaN and "no route"; large
+// finite numbers and indices far outside; zeros and the first of everything.
+constexpr std::array<uint8_t, 3> kArenaContents = {0xFF, 0x7B, 0x00};
+// Limits of the classes that leave the order of sums open.
+constexpr double kStagedRowMax = 1e-3;
+constexpr double kStagedCaseMax = 5e-4;
+constexpr double kStagedOneTermMax = 1.2e-4;
 
-bool IsPoison(float value) {
+uint32_t Bits(float value) {
   uint32_t bits = 0;
   std::memcpy(&bits, &value, sizeof(bits));
-  return bits == 0xFFFFFFFFu;
+  return bits;
 }
 
-// Relative Frobenius error of one row. A row of zeros must be exactly zero.
-double RowError(const float* got, const double* expected, size_t width) {
+bool IsPoison(float value) { return Bits(value) == 0xFFFFFFFFu; }
+
+// Equal, or both NaN of whatever payload.
+bool SameValue(float a, float b) {
+  return Bits(a) == Bits(b) || (std::isnan(a) && std::isnan(b));
+}
+
+// The first column where two rows differ, or `width`.
+size_t FirstDifference(const float* a, const float* b, size_t width) {
+  if (std::memcmp(a, b, width * sizeof(float)) == 0) return width;
+  for (size_t i = 0; i < width; ++i) {
+    if (!SameValue(a[i], b[i])) return i;
+  }
+  return width;
+}
+
+// Sums over elements whose expected value is finite.
+struct Error {
   double difference = 0;
   double norm = 0;
-  for (size_t i = 0; i < width; ++i) {
-    const double delta = static_cast<double>(got[i]) - expected[i];
+
+  void Add(double got, double expected) {
+    const double delta = got - expected;
     difference += delta * delta;
-    norm += expected[i] * expected[i];
+    norm += expected * expected;
   }
-  if (norm == 0) return difference == 0 ? 0 : INFINITY;
-  return std::sqrt(difference / norm);
-}
+
+  // Relative Frobenius error. Zeros must be exactly zero.
+  double Relative() const {
+    if (norm == 0) return difference == 0 ? 0 : INFINITY;
+    return std::sqrt(difference / norm);
+  }
+};
 
 void Fail(const VerifyCase& test, absl::string_view what,
           VerifyResult* result) {
@@ -53,52 +81,225 @@ absl::Status CheckZones(OpBench* bench, const VerifyCase& test,
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<float>> LaunchOnce(
-    OpBench* bench, const LoadedPlan& plan, const VerifyCase& test,
-    const std::vector<uint64_t>& params, uint8_t arena, double tolerance,
-    int threads, VerifyResult* result) {
-  RETURN_IF_ERROR(bench->output().Poison());
-  RETURN_IF_ERROR(bench->arena().Poison(arena));
-  RETURN_IF_ERROR(plan.Launch(test.m, params, bench->arena().data(),
-                              bench->arena().bytes()));
-  RETURN_IF_ERROR(bench->device()->Synchronize());
-  ++result->launches;
-  return CheckOutput(bench, test, tolerance, threads, result);
-}
-
-absl::Status RunCase(OpBench* bench, const LoadedPlan& plan,
-                     const PlanBody& body, const VerifyCase& test, int threads,
-                     VerifyResult* result) {
-  ASSIGN_OR_RETURN(const size_t inputs,
-                   bench->AddInputs(test.routing, test.draw, test.m));
-  const std::vector<uint64_t> params = bench->Params(inputs);
-  ASSIGN_OR_RETURN(const std::vector<float> first,
-                   LaunchOnce(bench, plan, test, params, kArenaFirst,
-                              body.tolerance, threads, result));
-  ASSIGN_OR_RETURN(const std::string damage, bench->RestoreTokens());
-  if (!damage.empty()) Fail(test, damage, result);
-  if (!result->passed || !test.repeat || !body.deterministic) {
-    return absl::OkStatus();
-  }
-  ASSIGN_OR_RETURN(const std::vector<float> second,
-                   LaunchOnce(bench, plan, test, params, kArenaRepeat,
-                              body.tolerance, threads, result));
-  if (std::memcmp(first.data(), second.data(), first.size() * sizeof(float)) !=
-      0) {
+// Bytes of the arena that belong to no slice still hold `content`.
+absl::Status CheckGaps(OpBench* bench, const VerifyCase& test,
+                       const ArenaLayout& layout, uint8_t content,
+                       VerifyResult* result) {
+  std::string gap;
+  for (size_t i = 0; i < layout.slices.size(); ++i) {
+    const ArenaSlice& slice = layout.slices[i];
+    const uint64_t begin = slice.offset + slice.bytes;
+    const uint64_t end =
+        std::min(i + 1 < layout.slices.size() ? layout.slices[i + 1].offset
+                                              : layout.bytes,
+                 begin + 2 * kArenaZoneBytes);
+    gap.resize(end - begin);
+    RETURN_IF_ERROR(bench->device()->CopyOut(
+        gap.data(), static_cast<const char*>(bench->arena().data()) + begin,
+        gap.size()));
+    const size_t at = gap.find_first_not_of(static_cast<char>(content));
+    if (at == std::string::npos) continue;
     Fail(test,
-         "two runs on equal inputs differ, but the candidate claims to be "
-         "deterministic",
+         absl::StrFormat("arena: wrote %d bytes behind the end of slice %s",
+                         at + 1, slice.name),
          result);
   }
   return absl::OkStatus();
 }
 
+// Rows 0..m-1 of an output, checked one kind of finding at a time.
+class RowChecker {
+ public:
+  RowChecker(OpBench* bench, const VerifyCase& test, const Promise& promise,
+             const std::vector<float>& values, VerifyResult* result)
+      : bench_(bench),
+        test_(test),
+        promise_(promise),
+        values_(values),
+        width_(static_cast<size_t>(bench->geometry().hidden)),
+        result_(result) {}
+
+  // Live elements were written, the others were not.
+  void CheckWritten() {
+    for (size_t i = 0; i < values_.size(); ++i) {
+      const size_t row = i / width_;
+      const bool live = row < test_.m;
+      if (IsPoison(values_[i]) != live) continue;
+      Report(row, i % width_,
+             live ? "was not written"
+                  : "was written, but lies behind the last row");
+      return;
+    }
+  }
+
+  // Extreme draws have rows whose answer is not finite; the oracle says which.
+  void CheckFinite() {
+    if (test_.routing == Routing::kExtreme) return;
+    for (size_t i = 0; i < test_.m * width_; ++i) {
+      if (std::isfinite(values_[i])) continue;
+      Report(i / width_, i % width_, "is not finite");
+      return;
+    }
+  }
+
+  // Equal tokens have equal rows, wherever they stand.
+  void CheckAlike() {
+    for (uint32_t row = 0; row < test_.m; ++row) {
+      const uint32_t first = FirstAlike(test_.routing, row);
+      if (first == row) continue;
+      const size_t at = FirstDifference(Row(row), Row(first), width_);
+      if (at == width_) continue;
+      Report(row, at,
+             absl::StrFormat("is %g, but the equal token %d has %g",
+                             Row(row)[at], first, Row(first)[at]));
+      return;
+    }
+  }
+
+  void CheckOracle(int threads) {
+    const bool uniform = test_.routing == Routing::kUniform;
+    const ReferenceMode mode =
+        uniform ? ReferenceMode::kFloat64 : promise_.mode;
+    const bool one_term = test_.routing == Routing::kOneTerm;
+    const double row_max = uniform    ? promise_.tolerance
+                           : one_term ? promise_.one_term_error_max
+                                      : promise_.row_error_max;
+    const bool exact = row_max == 0;
+    const std::vector<double> expected = bench_->workload().Expected(
+        test_.routing, test_.draw, test_.rows, threads, mode);
+    double& worst = mode == ReferenceMode::kFloat64 ? result_->worst_error
+                    : one_term ? result_->worst_one_term_error
+                               : result_->worst_staged_error;
+    Error all;
+    for (size_t i = 0; i < test_.rows.size(); ++i) {
+      const uint32_t row = test_.rows[i];
+      Error error;
+      for (size_t c = 0; c < width_; ++c) {
+        const float got = Row(row)[c];
+        const double want = expected[i * width_ + c];
+        if (exact || !std::isfinite(want)) {
+          if (SameValue(got, static_cast<float>(want))) continue;
+          Report(row, c, absl::StrFormat("is %.9g instead of %.9g", got, want));
+          return;
+        }
+        error.Add(got, want);
+        all.Add(got, want);
+      }
+      // Written so that NaN fails too.
+      if (!(error.Relative() <= row_max)) {
+        Report(
+            absl::StrFormat("row %d has relative error %.3g against the %s, "
+                            "at most %.3g is allowed",
+                            row, error.Relative(),
+                            mode == ReferenceMode::kFloat64
+                                ? "float64 oracle"
+                                : "rounding boundaries of its class",
+                            row_max));
+        return;
+      }
+      worst = std::max(worst, error.Relative());
+    }
+    if (uniform || exact || one_term) return;
+    if (!(all.Relative() <= promise_.case_error_max)) {
+      Report(absl::StrFormat(
+          "all rows together have relative error %.3g against the rounding "
+          "boundaries of its class, at most %.3g is allowed",
+          all.Relative(), promise_.case_error_max));
+      return;
+    }
+    result_->worst_case_error =
+        std::max(result_->worst_case_error, all.Relative());
+  }
+
+ private:
+  const float* Row(uint32_t row) const { return values_.data() + row * width_; }
+
+  void Report(absl::string_view what) { Fail(test_, what, result_); }
+
+  void Report(size_t row, size_t column, absl::string_view what) {
+    Report(absl::StrFormat("row %d, column %d %s", row, column, what));
+  }
+
+  OpBench* bench_;
+  const VerifyCase& test_;
+  const Promise& promise_;
+  const std::vector<float>& values_;
+  const size_t width_;
+  VerifyResult* result_;
+};
+
+// The cases of one candidate.
+class Verification {
+ public:
+  Verification(OpBench* bench, const LoadedPlan& plan, const PlanBody& body,
+               int threads)
+      : bench_(bench),
+        plan_(plan),
+        body_(body),
+        promise_(PromiseOf(body.numerics_class, body.tolerance)),
+        threads_(threads) {}
+
+  absl::StatusOr<VerifyResult> Run(const std::vector<VerifyCase>& cases) {
+    for (const VerifyCase& test : cases) {
+      RETURN_IF_ERROR(RunCase(test));
+      if (!result_.passed) break;
+    }
+    ASSIGN_OR_RETURN(const std::string damage, bench_->RestoreInputs());
+    if (!damage.empty() && !cases.empty()) {
+      Fail(cases.back(), damage, &result_);
+    }
+    return std::move(result_);
+  }
+
+ private:
+  absl::StatusOr<std::vector<float>> Launch(
+      const VerifyCase& test, const std::vector<uint64_t>& params) {
+    const uint8_t content =
+        kArenaContents[result_.launches % kArenaContents.size()];
+    RETURN_IF_ERROR(bench_->output().Poison());
+    RETURN_IF_ERROR(bench_->arena().Poison(content));
+    RETURN_IF_ERROR(plan_.Launch(test.m, params, bench_->arena().data(),
+                                 bench_->arena().bytes()));
+    RETURN_IF_ERROR(bench_->device()->Synchronize());
+    ++result_.launches;
+    RETURN_IF_ERROR(CheckGaps(bench_, test, body_.arena, content, &result_));
+    return CheckOutput(bench_, test, promise_, threads_, &result_);
+  }
+
+  absl::Status RunCase(const VerifyCase& test) {
+    ASSIGN_OR_RETURN(const size_t inputs,
+                     bench_->AddInputs(test.routing, test.draw, test.m));
+    const std::vector<uint64_t> params = bench_->Params(inputs);
+    ASSIGN_OR_RETURN(const std::vector<float> first, Launch(test, params));
+    ASSIGN_OR_RETURN(const std::string damage, bench_->RestoreTokens(inputs));
+    if (!damage.empty()) Fail(test, damage, &result_);
+    if (!result_.passed || !test.repeat || !body_.deterministic) {
+      return absl::OkStatus();
+    }
+    ASSIGN_OR_RETURN(const std::vector<float> second, Launch(test, params));
+    if (FirstDifference(first.data(), second.data(), first.size()) !=
+        first.size()) {
+      Fail(test,
+           "two runs on equal inputs differ, but the candidate claims to be "
+           "deterministic",
+           &result_);
+    }
+    return absl::OkStatus();
+  }
+
+  OpBench* bench_;
+  const LoadedPlan& plan_;
+  const PlanBody& body_;
+  const Promise promise_;
+  const int threads_;
+  VerifyResult result_;
+};
+
 }  // namespace
 
 std::string VerifyCase::ToString() const {
-  return absl::StrCat("m=", m,
-                      routing == Routing::kRagged ? " ragged" : " uniform",
-                      " routes, draw ", draw);
+  return absl::StrCat("m=", m, " ", RoutingName(routing), " routes, draw ",
+                      draw);
 }
 
 std::vector<uint32_t> SampleRows(uint32_t m, uint32_t count) {
@@ -116,78 +317,78 @@ std::vector<uint32_t> SampleRows(uint32_t m, uint32_t count) {
   return {rows.begin(), rows.end()};
 }
 
+std::vector<uint32_t> OracleRows(Routing routing, uint32_t m, uint32_t count) {
+  const bool repeats = FirstAlike(routing, kDistinctTokens) == 0;
+  return repeats ? SampleRows(std::min(m, kDistinctTokens), kDistinctTokens)
+                 : SampleRows(m, count);
+}
+
 std::vector<VerifyCase> VerifyCases(const Interval& interval) {
-  // Edges, a ragged size inside, and one less than the capacity.
   const uint32_t low = interval.m_min;
   const uint32_t high = interval.m_max;
-  std::set<uint32_t> sizes = {low, high};
-  if (high - low >= 2) sizes.insert(low + (high - low) / 2);
-  if (high - low >= 8) sizes.insert(high - 1);
   std::vector<VerifyCase> cases;
-  uint32_t draw = 0;
-  for (const uint32_t m : sizes) {
+  const auto add = [&cases](Routing routing, uint32_t m, bool repeat) {
     VerifyCase test;
+    test.routing = routing;
     test.m = m;
-    test.draw = draw;
-    test.routing = draw % 2 == 0 ? Routing::kUniform : Routing::kRagged;
-    test.rows = SampleRows(m, kRowsMax);
+    test.repeat = repeat;
+    test.rows = OracleRows(routing, m, kRowsMax);
     cases.push_back(test);
-    ++draw;
-  }
-  // The capacity itself with both kinds of routes, repeated.
-  VerifyCase last = cases.back();
-  last.routing =
-      last.routing == Routing::kUniform ? Routing::kRagged : Routing::kUniform;
-  last.draw = draw;
-  cases.push_back(last);
-  for (VerifyCase& test : cases) {
-    test.repeat = test.m == high;
-  }
+  };
+  // The lower edge, a ragged size inside, one less than the capacity.
+  if (low < high) add(Routing::kRagged, low, false);
+  if (high - low >= 2) add(Routing::kZipf, low + (high - low) / 2, false);
+  if (high - low >= 3) add(Routing::kHot, high - 1, false);
+  // The capacity itself.
+  add(Routing::kUniform, high, false);
+  add(Routing::kOneTerm, high, false);
+  add(Routing::kRagged, high, true);
+  add(Routing::kExtreme, high, true);
   return cases;
+}
+
+Promise PromiseOf(absl::string_view numerics_class, double tolerance) {
+  Promise promise;
+  promise.tolerance = tolerance;
+  if (numerics_class == "w4a16.f16.sequential") {
+    promise.mode = ReferenceMode::kSequential;
+    return promise;
+  }
+  promise.mode = ReferenceMode::kStaged;
+  const bool known = absl::StartsWith(numerics_class, "w4a16.f16.");
+  promise.row_error_max = known ? kStagedRowMax : tolerance;
+  promise.case_error_max = known ? kStagedCaseMax : tolerance;
+  promise.one_term_error_max = known ? kStagedOneTermMax : tolerance;
+  return promise;
+}
+
+PlanBody WithArenaZones(const PlanBody& body) {
+  PlanBody zoned = body;
+  uint64_t moved = 0;
+  for (ArenaSlice& slice : zoned.arena.slices) {
+    slice.offset += moved;
+    moved += kArenaZoneBytes;
+  }
+  zoned.arena.bytes += moved;
+  return zoned;
 }
 
 absl::StatusOr<std::vector<float>> CheckOutput(OpBench* bench,
                                                const VerifyCase& test,
-                                               double tolerance, int threads,
+                                               const Promise& promise,
+                                               int threads,
                                                VerifyResult* result) {
   const auto width = static_cast<size_t>(bench->geometry().hidden);
   RETURN_IF_ERROR(CheckZones(bench, test, result));
   const auto capacity =
       static_cast<uint32_t>(bench->output().bytes() / sizeof(float) / width);
   ASSIGN_OR_RETURN(std::vector<float> values, bench->ReadOutput(capacity));
-  for (size_t i = 0; i < values.size(); ++i) {
-    const size_t row = i / width;
-    const bool live = row < test.m;
-    if (live ? std::isfinite(values[i]) : IsPoison(values[i])) continue;
-    Fail(test,
-         !live ? absl::StrFormat("row %d, column %d was written, but lies "
-                                 "behind the last row",
-                                 row, i % width)
-         : IsPoison(values[i])
-             ? absl::StrFormat("row %d, column %d was not written", row,
-                               i % width)
-             : absl::StrFormat("row %d, column %d is not finite", row,
-                               i % width),
-         result);
-    break;
-  }
+  RowChecker checker(bench, test, promise, values, result);
+  checker.CheckWritten();
+  checker.CheckFinite();
+  checker.CheckAlike();
+  checker.CheckOracle(threads);
   values.resize(size_t{test.m} * width);
-  const std::vector<double> expected =
-      bench->workload().Expected(test.routing, test.draw, test.rows, threads);
-  for (size_t i = 0; i < test.rows.size(); ++i) {
-    const double error = RowError(values.data() + test.rows[i] * width,
-                                  expected.data() + i * width, width);
-    // Written so that NaN fails too.
-    if (!(error <= tolerance)) {
-      Fail(test,
-           absl::StrFormat("row %d has relative error %.3g against the "
-                           "float64 oracle, at most %.3g is allowed",
-                           test.rows[i], error, tolerance),
-           result);
-      break;
-    }
-    result->worst_error = std::max(result->worst_error, error);
-  }
   return values;
 }
 
@@ -195,14 +396,7 @@ absl::StatusOr<VerifyResult> Verify(OpBench* bench, const LoadedPlan& plan,
                                     const PlanBody& body,
                                     const std::vector<VerifyCase>& cases,
                                     int threads) {
-  VerifyResult result;
-  for (const VerifyCase& test : cases) {
-    RETURN_IF_ERROR(RunCase(bench, plan, body, test, threads, &result));
-    if (!result.passed) break;
-  }
-  ASSIGN_OR_RETURN(const std::string damage, bench->RestoreConstants());
-  if (!damage.empty() && !cases.empty()) Fail(cases.back(), damage, &result);
-  return result;
+  return Verification(bench, plan, body, threads).Run(cases);
 }
 
 }  // namespace kiln

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "compiler/base/check.h"
+#include "device/activation.h"
 #include "device/hadamard.h"
 #include "device/half.h"
 
@@ -263,10 +264,10 @@ class Evaluation {
     return p_.shared_scales ? 0 : g.expert;
   }
 
-  // Rounds to binary16 in staged mode only.
+  // Rounds to binary16 in the modes with rounding boundaries.
   double Round16(double v) const { return staged_ ? ToF16(v) : v; }
 
-  // Rounds to binary32 in staged mode only.
+  // Rounds to binary32 in the same modes.
   double Round32(double v) const {
     return staged_ ? static_cast<double>(static_cast<float>(v)) : v;
   }
@@ -285,6 +286,24 @@ class Evaluation {
     for (int64_t c = 0; c < p_.hidden; c += kCoupledBlock) {
       ReferenceHadamard({v + c, static_cast<size_t>(kCoupledBlock)}, mode_);
     }
+  }
+
+  void Multiply(const TrellisMatrix& w, int64_t block, const double* x,
+                int64_t count, double* y) const {
+    if (mode_ == ReferenceMode::kSequential) {
+      MultiplyTrellisBlock<float>(w, block, x, count, y);
+    } else {
+      MultiplyTrellisBlock<double>(w, block, x, count, y);
+    }
+  }
+
+  double Activated(const Group& g, double gate, double up) const {
+    const MoeActivation activation = ActivationOf(g);
+    if (mode_ == ReferenceMode::kSequential &&
+        activation == MoeActivation::kSilu) {
+      return kd::Silu(static_cast<float>(gate)) * static_cast<float>(up);
+    }
+    return Round32(Activation(activation, gate, up));
   }
 
   // Steps 1 to 3: side 0 is gate, 1 is up.
@@ -308,9 +327,8 @@ class Evaluation {
   void Fc1(int64_t group_index, int side, int64_t block) {
     const Group& g = group(group_index);
     const std::vector<double>& operand = operand_[p_.coupled ? 0 : side];
-    MultiplyTrellisBlock(fc1_[side][g.expert], block,
-                         operand.data() + g.first * p_.hidden, g.count,
-                         product_[side].data() + g.first * p_.intermediate);
+    Multiply(fc1_[side][g.expert], block, operand.data() + g.first * p_.hidden,
+             g.count, product_[side].data() + g.first * p_.intermediate);
   }
 
   // Rounding of step 4, then steps 5 to 7; the result replaces the gate
@@ -331,9 +349,8 @@ class Evaluation {
       HadamardBlocks(gate, i);
       HadamardBlocks(up, i);
       for (int64_t c = 0; c < i; ++c) {
-        const double a = Round32(Activation(ActivationOf(g),
-                                            Round32(gate[c] * F16(gate_svh, c)),
-                                            Round32(up[c] * F16(up_svh, c))));
+        const double a = Activated(g, Round32(gate[c] * F16(gate_svh, c)),
+                                   Round32(up[c] * F16(up_svh, c)));
         gate[c] = Round32(a * F16(down_suh, c));
       }
       HadamardBlocks(gate, i);
@@ -371,8 +388,7 @@ class Evaluation {
         HadamardBlock(v, mode_);
         for (int64_t c = 0; c < kBlock; ++c) v[c] *= F16(pre_signs, 2 * b + c);
         for (int64_t n = 0; n < kNeurons; ++n) {
-          slots[0][b + n] =
-              Round32(Activation(ActivationOf(g), v[2 * n], v[2 * n + 1]));
+          slots[0][b + n] = Activated(g, v[2 * n], v[2 * n + 1]);
         }
       }
       double* a = slots[0];
@@ -390,9 +406,8 @@ class Evaluation {
     const Group& g = group(group_index);
     const int64_t h = p_.hidden;
     double* y = route_out_.data() + g.first * h;
-    MultiplyTrellisBlock(fc2_[g.expert], block,
-                         product_[0].data() + g.first * p_.intermediate,
-                         g.count, y);
+    Multiply(fc2_[g.expert], block,
+             product_[0].data() + g.first * p_.intermediate, g.count, y);
     for (int64_t r = 0; r < g.count; ++r) {
       double* v = y + r * h + block * kBlock;
       for (int64_t c = 0; c < kBlock; ++c) v[c] = Round16(v[c]);

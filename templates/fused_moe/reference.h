@@ -79,6 +79,10 @@ enum class ReferenceMode {
   // rounded to binary16 first. Sums whose order the specification leaves open
   // are taken in binary64 and rounded to binary32 once.
   kStaged,
+  // As kStaged, but such sums run over ascending input channels in binary32
+  // with one fma per term, and the activation is device/activation.h on the
+  // CPU: bit for bit what templates/fused_moe/cpu.cc promises.
+  kSequential,
 };
 
 // Computes the output rows of the listed tokens only.

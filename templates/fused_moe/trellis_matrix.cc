@@ -1,7 +1,12 @@
 #include "templates/fused_moe/trellis_matrix.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <vector>
@@ -114,16 +119,48 @@ void AccumulatePortable(const double x[16], const double w[16][kBlock],
   AccumulateBody(x, w, acc);
 }
 
-using AccumulateFn = void (*)(const double*, const double (*)[kBlock], double*);
+// The same in binary32, one fma per term in ascending order.
+void AccumulatePortable(const float x[16], const float w[16][kBlock],
+                        float* acc) {
+  for (int64_t k = 0; k < kTileEdge; ++k) {
+    for (int64_t n = 0; n < kBlock; ++n) {
+      acc[n] = std::fma(w[k][n], x[k], acc[n]);
+    }
+  }
+}
+
+template <class T>
+using AccumulateFn = void (*)(const T*, const T (*)[kBlock], T*);
 
 #if defined(__x86_64__)
 __attribute__((target("avx2,fma"))) void AccumulateAvx2(
     const double x[16], const double w[16][kBlock], double* acc) {
   AccumulateBody(x, w, acc);
 }
+
+__attribute__((target("avx2,fma"))) void AccumulateAvx2(
+    const float x[16], const float w[16][kBlock], float* acc) {
+  constexpr int64_t kGroup = 64;
+  for (int64_t n = 0; n < kBlock; n += kGroup) {
+    __m256 a[kGroup / 8];
+    for (int64_t i = 0; i < kGroup / 8; ++i) {
+      a[i] = _mm256_loadu_ps(acc + n + 8 * i);
+    }
+    for (int64_t k = 0; k < kTileEdge; ++k) {
+      const __m256 splat = _mm256_set1_ps(x[k]);
+      for (int64_t i = 0; i < kGroup / 8; ++i) {
+        a[i] = _mm256_fmadd_ps(_mm256_loadu_ps(&w[k][n + 8 * i]), splat, a[i]);
+      }
+    }
+    for (int64_t i = 0; i < kGroup / 8; ++i) {
+      _mm256_storeu_ps(acc + n + 8 * i, a[i]);
+    }
+  }
+}
 #endif
 
-AccumulateFn ChooseAccumulate() {
+template <class T>
+AccumulateFn<T> ChooseAccumulate() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     return AccumulateAvx2;
@@ -158,14 +195,15 @@ void DecodeTrellisMatrix(const TrellisMatrix& matrix, uint16_t* out) {
   }
 }
 
+template <class T>
 void MultiplyTrellisBlock(const TrellisMatrix& matrix, int64_t block,
                           const double* x, int64_t count, double* y) {
   CheckMatrix(matrix);
   KILN_CHECK(block >= 0 && (block + 1) * kBlock <= matrix.n);
-  static const AccumulateFn accumulate = ChooseAccumulate();
+  static const AccumulateFn<T> accumulate = ChooseAccumulate<T>();
   const std::array<uint8_t, 256>& element = ElementOfPosition();
-  std::vector<double> acc(static_cast<size_t>(count * kBlock), 0.0);
-  alignas(64) double rows[kTileEdge][kBlock];
+  std::vector<T> acc(static_cast<size_t>(count * kBlock), T{0});
+  alignas(64) T rows[kTileEdge][kBlock];
   for (int64_t a = 0; a < matrix.k / kTileEdge; ++a) {
     for (int64_t b = 0; b < kTilesPerBlock; ++b) {
       const Tile tile = TileAt(matrix, a, block * kTilesPerBlock + b);
@@ -179,8 +217,11 @@ void MultiplyTrellisBlock(const TrellisMatrix& matrix, int64_t block,
       }
     }
     for (int64_t r = 0; r < count; ++r) {
-      accumulate(x + r * matrix.k + a * kTileEdge, rows,
-                 acc.data() + static_cast<size_t>(r * kBlock));
+      T terms[kTileEdge];
+      for (int64_t k = 0; k < kTileEdge; ++k) {
+        terms[k] = static_cast<T>(x[r * matrix.k + a * kTileEdge + k]);
+      }
+      accumulate(terms, rows, acc.data() + static_cast<size_t>(r * kBlock));
     }
   }
   for (int64_t r = 0; r < count; ++r) {
@@ -188,5 +229,10 @@ void MultiplyTrellisBlock(const TrellisMatrix& matrix, int64_t block,
                 y + r * matrix.n + block * kBlock);
   }
 }
+
+template void MultiplyTrellisBlock<double>(const TrellisMatrix&, int64_t,
+                                           const double*, int64_t, double*);
+template void MultiplyTrellisBlock<float>(const TrellisMatrix&, int64_t,
+                                          const double*, int64_t, double*);
 
 }  // namespace kiln

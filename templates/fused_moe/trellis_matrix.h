@@ -65,9 +65,12 @@ inline void DecodeTrellisMatrix(const uint16_t* words, int64_t k, int64_t n,
       out);
 }
 
-// y[r][0..127] = sum over k of x[r][k] * w[k][128 block + 0..127] in binary64.
-//   x: [count][k].
+// y[r][0..127] = sum over k of x[r][k] * w[k][128 block + 0..127].
+//   T: double or float, the type of the sums: in binary32 they run over
+//     ascending k with one fma per term.
+//   x: [count][k], each a value of T.
 //   y: rows of n values, of which the block's are written.
+template <class T>
 void MultiplyTrellisBlock(const TrellisMatrix& matrix, int64_t block,
                           const double* x, int64_t count, double* y);
 

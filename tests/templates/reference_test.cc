@@ -490,6 +490,26 @@ TEST(ReferenceTest, OnlyStagedModeRoundsBfloat16ToBinary16) {
   EXPECT_NE(exact, exact_low);
 }
 
+// The modes with rounding boundaries differ in the order of sums alone: where a
+// sum is exact, not at all.
+TEST(ReferenceTest, SequentialModeIsStagedModeUpToTheOrderOfSums) {
+  const Inputs in(7);
+  const std::vector<double> exact = in.Run(ReferenceMode::kFloat64);
+  const std::vector<double> staged = in.Run(ReferenceMode::kStaged);
+  const std::vector<double> sequential = in.Run(ReferenceMode::kSequential);
+  double norm = 0;
+  double from_exact = 0;
+  double from_staged = 0;
+  for (size_t i = 0; i < exact.size(); ++i) {
+    norm += exact[i] * exact[i];
+    from_exact += std::pow(sequential[i] - exact[i], 2);
+    from_staged += std::pow(sequential[i] - staged[i], 2);
+    EXPECT_EQ(sequential[i], static_cast<float>(sequential[i]));
+  }
+  EXPECT_GT(std::sqrt(from_exact / norm), 2e-4);
+  EXPECT_LT(std::sqrt(from_staged / norm), 1e-4);
+}
+
 TEST(ReferenceTest, StagedModeOverflowsToInfinityAtTheBinary16Boundary) {
   Inputs in(9);
   in.p.x_dtype = DType::kBf16;

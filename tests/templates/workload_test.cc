@@ -1,5 +1,6 @@
 #include "templates/fused_moe/workload.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <set>
@@ -42,6 +43,10 @@ std::vector<int64_t> IdsOf(const FusedMoeWorkload& workload, Routing routing,
 
 bool IsActive(int64_t id) { return id >= 0 && id < 8; }
 
+constexpr Routing kAll[] = {Routing::kUniform, Routing::kRagged,
+                            Routing::kZipf,    Routing::kHot,
+                            Routing::kExtreme, Routing::kOneTerm};
+
 TEST(FusedMoeWorkloadTest, BuffersHaveTheSizesOfTheParameterBlock) {
   for (const DType id : {DType::kI32, DType::kI64}) {
     const FusedMoeWorkload workload(Geometry(DType::kF16, id), 1);
@@ -61,7 +66,7 @@ TEST(FusedMoeWorkloadTest, BuffersHaveTheSizesOfTheParameterBlock) {
 }
 
 TEST(FusedMoeWorkloadTest, FewerTokensAreAPrefixOfMore) {
-  for (const Routing routing : {Routing::kUniform, Routing::kRagged}) {
+  for (const Routing routing : kAll) {
     for (const DType io : {DType::kBf16, DType::kF16}) {
       const FusedMoeWorkload workload(Geometry(io), 9);
       const FusedMoeWorkload::Tokens all = workload.MakeTokens(routing, 4, 33);
@@ -150,50 +155,192 @@ TEST(FusedMoeWorkloadTest, UniformRoutesAreDistinctActiveExperts) {
 TEST(FusedMoeWorkloadTest, RaggedRoutesHaveEveryTrouble) {
   for (const DType id_dtype : {DType::kI32, DType::kI64}) {
     const FusedMoeWorkload workload(Geometry(DType::kBf16, id_dtype), 5);
-    const std::vector<int64_t> ids = IdsOf(workload, Routing::kRagged, 0, 256);
     bool negative = false;
     bool just_outside = false;
     bool far_outside = false;
-    bool looks_active_in_32_bits = false;
     int duplicates = 0;
     int dead = 0;
     int active = 0;
-    for (size_t t = 0; t < 256; ++t) {
-      const int64_t* token = ids.data() + t * 3;
-      bool any = false;
-      for (size_t j = 0; j < 3; ++j) {
-        const int64_t id = token[j];
-        any = any || IsActive(id);
-        active += IsActive(id) ? 1 : 0;
-        negative = negative || id < 0;
-        just_outside = just_outside || id == 8;
-        far_outside = far_outside || id >= INT32_MAX;
-        looks_active_in_32_bits =
-            looks_active_in_32_bits ||
-            (!IsActive(id) && IsActive(static_cast<int32_t>(id)));
-        for (size_t other = 0; other < j; ++other) {
-          duplicates += IsActive(id) && id == token[other] ? 1 : 0;
+    constexpr uint32_t kDraws = 20;
+    for (uint32_t draw = 0; draw < kDraws; ++draw) {
+      const std::vector<int64_t> ids =
+          IdsOf(workload, Routing::kRagged, draw, kDistinctTokens);
+      bool looks_active_in_32_bits = false;
+      for (size_t t = 0; t < kDistinctTokens; ++t) {
+        const int64_t* token = ids.data() + t * 3;
+        bool any = false;
+        for (size_t j = 0; j < 3; ++j) {
+          const int64_t id = token[j];
+          any = any || IsActive(id);
+          active += IsActive(id) ? 1 : 0;
+          negative = negative || id < 0;
+          just_outside = just_outside || id == 8;
+          far_outside = far_outside || id >= INT32_MAX;
+          looks_active_in_32_bits =
+              looks_active_in_32_bits ||
+              (!IsActive(id) && IsActive(static_cast<int32_t>(id)));
+          for (size_t other = 0; other < j; ++other) {
+            duplicates += IsActive(id) && id == token[other] ? 1 : 0;
+          }
+        }
+        dead += any ? 0 : 1;
+        if (t == 5) {
+          EXPECT_FALSE(any) << t;
         }
       }
-      dead += any ? 0 : 1;
-      if (t % 8 == 5) {
-        EXPECT_FALSE(any) << t;
-      }
+      EXPECT_EQ(looks_active_in_32_bits, id_dtype == DType::kI64) << draw;
     }
     EXPECT_TRUE(negative);
     EXPECT_TRUE(just_outside);
     EXPECT_TRUE(far_outside);
-    EXPECT_EQ(looks_active_in_32_bits, id_dtype == DType::kI64);
     EXPECT_GE(duplicates, 10);
-    EXPECT_GE(dead, 32);
-    EXPECT_LE(dead, 64) << "too little work is left";
-    EXPECT_GE(active, 256 * 3 / 2);
+    EXPECT_LE(dead, 2 * static_cast<int>(kDraws)) << "too little work is left";
+    EXPECT_GE(active, static_cast<int>(kDraws * kDistinctTokens * 3 / 2));
+  }
+}
+
+TEST(FusedMoeWorkloadTest, DrawsForTheVerifierRepeatTheirTokens) {
+  const FusedMoeWorkload workload(Geometry(DType::kF16, DType::kI32), 4);
+  constexpr size_t kX = 256 * 2;
+  for (const Routing routing : kAll) {
+    const FusedMoeWorkload::Tokens tokens =
+        workload.MakeTokens(routing, 1, 3 * kDistinctTokens);
+    for (uint32_t t = 0; t < 3 * kDistinctTokens; ++t) {
+      const uint32_t first = FirstAlike(routing, t);
+      EXPECT_LE(first, t);
+      EXPECT_EQ(tokens.x.substr(t * kX, kX), tokens.x.substr(first * kX, kX));
+      EXPECT_EQ(tokens.topk_ids.substr(t * 12, 12),
+                tokens.topk_ids.substr(first * 12, 12));
+      EXPECT_EQ(tokens.topk_weights.substr(t * 12, 12),
+                tokens.topk_weights.substr(first * 12, 12));
+    }
+    const bool repeats =
+        routing != Routing::kUniform && routing != Routing::kZipf;
+    EXPECT_EQ(FirstAlike(routing, kDistinctTokens) == 0, repeats)
+        << RoutingName(routing);
+    EXPECT_EQ(
+        tokens.x.substr(0, kX) == tokens.x.substr(kDistinctTokens * kX, kX),
+        repeats);
+  }
+}
+
+TEST(FusedMoeWorkloadTest, ZipfRoutesAreDistinctAndPreferTheSameExperts) {
+  const FusedMoeWorkload workload(Geometry(), 5);
+  std::vector<int> uses(8, 0);
+  std::vector<int> other_uses(8, 0);
+  for (const uint32_t draw : {0u, 1u}) {
+    const std::vector<int64_t> ids = IdsOf(workload, Routing::kZipf, draw, 400);
+    for (size_t t = 0; t < 400; ++t) {
+      std::set<int64_t> token;
+      for (size_t j = 0; j < 3; ++j) {
+        const int64_t id = ids[t * 3 + j];
+        ASSERT_TRUE(IsActive(id)) << id;
+        token.insert(id);
+        ++(draw == 0 ? uses : other_uses)[static_cast<size_t>(id)];
+      }
+      EXPECT_EQ(token.size(), 3u) << "a token chose an expert twice";
+    }
+  }
+  EXPECT_NE(std::max_element(uses.begin(), uses.end()) - uses.begin(),
+            std::max_element(other_uses.begin(), other_uses.end()) -
+                other_uses.begin())
+      << "two draws have the same popular expert: choose another seed";
+  std::sort(uses.begin(), uses.end());
+  // The first choice is the most popular one with probability 1 / H(8) = 0.37;
+  // of three choices it is among them with about 0.74.
+  EXPECT_NEAR(uses[7] / 400.0, 0.74, 0.08);
+  EXPECT_LT(uses[0], uses[7] / 2);
+  EXPECT_GT(uses[0], 0);
+}
+
+TEST(FusedMoeWorkloadTest, HotRoutesAreTheSameFewExpertsInManyOrders) {
+  const FusedMoeWorkload workload(Geometry(), 5);
+  const std::vector<int64_t> ids =
+      IdsOf(workload, Routing::kHot, 0, kDistinctTokens);
+  const std::set<int64_t> all(ids.begin(), ids.end());
+  EXPECT_EQ(all.size(), 3u);
+  EXPECT_EQ(workload.ActiveExperts(Routing::kHot, 0, 100), 3);
+  std::set<std::vector<int64_t>> orders;
+  for (size_t t = 0; t < kDistinctTokens; ++t) {
+    const std::vector<int64_t> token(
+        ids.begin() + static_cast<int64_t>(t) * 3,
+        ids.begin() + static_cast<int64_t>(t) * 3 + 3);
+    EXPECT_EQ(std::set<int64_t>(token.begin(), token.end()), all);
+    orders.insert(token);
+  }
+  EXPECT_GE(orders.size(), 4u);
+}
+
+// Whatever the order of sums is, these rows are the same.
+TEST(FusedMoeWorkloadTest, OneTermRowsDoNotDependOnTheOrderOfSums) {
+  for (const bool shared : {false, true}) {
+    RequestGeometry geometry = Geometry(shared ? DType::kF16 : DType::kBf16);
+    geometry.hidden = 1024;
+    geometry.weights.shared_scales = shared;
+    FusedMoeWorkload workload(geometry, 8);
+    std::vector<uint32_t> rows(kDistinctTokens);
+    for (uint32_t i = 0; i < kDistinctTokens; ++i) rows[i] = i;
+    const auto expected = [&](ReferenceMode mode) {
+      return workload.Expected(Routing::kOneTerm, 0, rows, 1, mode);
+    };
+    const std::vector<double> exact = expected(ReferenceMode::kFloat64);
+    const std::vector<double> staged = expected(ReferenceMode::kStaged);
+    const std::vector<double> sequential = expected(ReferenceMode::kSequential);
+    for (const uint32_t row : rows) {
+      double norm = 0;
+      double from_exact = 0;
+      double from_staged = 0;
+      for (size_t i = row * 1024; i < (row + 1) * 1024; ++i) {
+        norm += exact[i] * exact[i];
+        from_exact += std::pow(sequential[i] - exact[i], 2);
+        from_staged += std::pow(sequential[i] - staged[i], 2);
+      }
+      EXPECT_GT(norm, 1024 * 1e-3) << row;
+      EXPECT_GT(std::sqrt(from_exact / norm), 2e-4) << row;
+      EXPECT_LT(std::sqrt(from_staged / norm), 1e-4) << row;
+    }
+  }
+}
+
+TEST(FusedMoeWorkloadTest, ExtremeRowsAreNanWhereTheirTokenIsAndNowhereElse) {
+  for (const DType io : {DType::kBf16, DType::kF16}) {
+    FusedMoeWorkload workload(Geometry(io), 8);
+    std::vector<uint32_t> rows(kDistinctTokens);
+    for (uint32_t i = 0; i < kDistinctTokens; ++i) rows[i] = i;
+    const std::vector<double> out =
+        workload.Expected(Routing::kExtreme, 0, rows, 1);
+    const std::set<uint32_t> nan = {3, 7};
+    const std::set<uint32_t> zero = {5, 6, 10};
+    for (const uint32_t row : rows) {
+      for (size_t c = 0; c < 256; ++c) {
+        const double value = out[row * 256 + c];
+        EXPECT_EQ(std::isnan(value), nan.contains(row)) << row << " " << c;
+        EXPECT_EQ(value == 0, zero.contains(row)) << row << " " << c;
+      }
+    }
+    // The staged form neither overflows nor vanishes.
+    const std::vector<double> staged = workload.Expected(
+        Routing::kExtreme, 0, rows, 1, ReferenceMode::kStaged);
+    for (const uint32_t row : rows) {
+      if (row == 9) continue;  // huge: some results are infinite
+      double difference = 0;
+      double norm = 0;
+      for (size_t c = 0; c < 256; ++c) {
+        const double want = out[row * 256 + c];
+        const double got = staged[row * 256 + c];
+        ASSERT_EQ(std::isnan(got), std::isnan(want)) << row << " " << c;
+        if (std::isnan(want)) continue;
+        difference += (got - want) * (got - want);
+        norm += want * want;
+      }
+      EXPECT_LE(difference, norm * 1e-4) << row;
+    }
   }
 }
 
 TEST(FusedMoeWorkloadTest, CountsDistinctActiveExperts) {
   const FusedMoeWorkload workload(Geometry(), 6);
-  for (const Routing routing : {Routing::kUniform, Routing::kRagged}) {
+  for (const Routing routing : kAll) {
     for (const uint32_t tokens : {0u, 1u, 2u, 6u, 100u}) {
       std::set<int64_t> active;
       for (const int64_t id : IdsOf(workload, routing, 3, tokens)) {
@@ -208,7 +355,8 @@ TEST(FusedMoeWorkloadTest, CountsDistinctActiveExperts) {
 // The oracle called by hand on the same buffers.
 std::vector<double> Direct(const FusedMoeWorkload& workload, Routing routing,
                            uint32_t draw, uint32_t tokens,
-                           const std::vector<int64_t>& rows) {
+                           const std::vector<int64_t>& rows,
+                           ReferenceMode mode = ReferenceMode::kFloat64) {
   const RequestGeometry& geometry = workload.geometry();
   const FusedMoeWorkload::Tokens inputs =
       workload.MakeTokens(routing, draw, tokens);
@@ -238,7 +386,7 @@ std::vector<double> Direct(const FusedMoeWorkload& workload, Routing routing,
   problem.rotations = words(FusedMoeParam::kRotations);
   problem.down_svh = words(FusedMoeParam::kDownSvh);
   std::vector<double> out(rows.size() * static_cast<size_t>(geometry.hidden));
-  FusedMoeReferenceRows(problem, rows, ReferenceMode::kFloat64, out.data(), 1);
+  FusedMoeReferenceRows(problem, rows, mode, out.data(), 1);
   return out;
 }
 
@@ -256,6 +404,9 @@ TEST(FusedMoeWorkloadTest, ExpectedRowsAreTheOraclesWhateverWasAskedBefore) {
       const std::vector<uint32_t> rows = {5, 0, 15, 5};
       EXPECT_EQ(workload.Expected(routing, 2, rows, 2), direct);
       EXPECT_EQ(workload.Expected(routing, 2, rows, 1), direct);
+      const ReferenceMode staged = ReferenceMode::kStaged;
+      EXPECT_EQ(workload.Expected(routing, 2, rows, 1, staged),
+                Direct(workload, routing, 2, 16, {5, 0, 15, 5}, staged));
     }
   }
 }

@@ -161,7 +161,7 @@ TEST_F(RacerTest, ARejectedContenderDoesNotStopTheOthers) {
                        Race(bench_.get(), kInterval, contenders, options_));
   EXPECT_EQ(result.timings[1].outcome, Outcome::kRejected);
   EXPECT_THAT(result.timings[1].reason,
-              HasSubstr("against the float64 oracle"));
+              HasSubstr(" instead of "));
   EXPECT_THAT(result.timings[1].samples, IsEmpty())
       << "what is wrong must not be timed";
   EXPECT_NE(result.timings[0].outcome, Outcome::kRejected);
@@ -252,7 +252,8 @@ TEST_F(RacerTest, AnArenaThatIsDeclaredTooSmallIsSeenBesideALargerOne) {
   ASSERT_OK_AND_ASSIGN(const RaceResult result,
                        Race(bench_.get(), kInterval, {large, small}, options_));
   EXPECT_EQ(result.timings[1].outcome, Outcome::kRejected);
-  EXPECT_THAT(result.timings[1].reason, HasSubstr("arena: wrote up to"));
+  EXPECT_THAT(result.timings[1].reason,
+              HasSubstr("behind the end of slice down_out"));
 }
 
 // Who damages the inputs is rejected; who runs afterwards is not.
