@@ -79,6 +79,10 @@ enum class ReferenceMode {
   // rounded to binary16 first. Sums whose order the specification leaves open
   // are taken in binary64 and rounded to binary32 once.
   kStaged,
+  // Those of recipe w4a8 (specification 4.6): the same, but both matrix
+  // products read MXFP8 in blocks of 32. Only for the codebook sqg_e4m3, whose
+  // values are E4M3 numbers.
+  kStagedW4A8,
 };
 
 // Computes the output rows of the listed tokens only.
