@@ -271,6 +271,12 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
         file, absl::StrCat("\"hidden_act\" is ", JsonExcerpt(*activation),
                            ", only \"silu\" is served"));
   }
+  const JsonNode* limit = node.Find("swiglu_limit");
+  if (limit != nullptr && limit->kind != JsonNode::Kind::kNull) {
+    return NotServed(
+        file, absl::StrCat("\"swiglu_limit\" is ", JsonExcerpt(*limit),
+                           ", only activations without a limit are served"));
+  }
   ASSIGN_OR_RETURN(config.io_dtype, IoDType(file, node));
   ASSIGN_OR_RETURN(const int64_t count,
                    reader.Integer("num_hidden_layers", 1, kLayersMax));

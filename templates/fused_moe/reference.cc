@@ -1,6 +1,7 @@
 #include "templates/fused_moe/reference.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstddef>
@@ -12,6 +13,7 @@
 #include "device/activation.h"
 #include "device/hadamard.h"
 #include "device/half.h"
+#include "templates/formats/mxfp8.h"
 
 namespace kiln {
 namespace {
@@ -267,6 +269,23 @@ class Evaluation {
   // Rounds to binary16 in the modes with rounding boundaries.
   double Round16(double v) const { return staged_ ? ToF16(v) : v; }
 
+  // An operand of a matrix product, as the recipe stores it.
+  void RoundOperand(double* v, int64_t count) const {
+    for (int64_t c = 0; c < count; ++c) v[c] = Round16(v[c]);
+    if (mode_ != ReferenceMode::kStagedW4A8) return;
+    constexpr auto kSize = static_cast<int64_t>(kMxfp8Block);
+    for (int64_t c = 0; c < count; c += kSize) {
+      std::array<float, kMxfp8Block> block;
+      std::array<uint8_t, kMxfp8Block> payload;
+      uint8_t scale = 0;
+      std::copy_n(v + c, kMxfp8Block, block.begin());
+      QuantizeMxfp8(block, &scale, payload);
+      for (size_t i = 0; i < kMxfp8Block; ++i) {
+        v[c + static_cast<int64_t>(i)] = Mxfp8Value(scale, payload[i]);
+      }
+    }
+  }
+
   // Rounds to binary32 in the same modes.
   double Round32(double v) const {
     return staged_ ? static_cast<double>(static_cast<float>(v)) : v;
@@ -315,11 +334,14 @@ class Evaluation {
       double* row = operand_[side].data() + r * p_.hidden;
       for (int64_t c = 0; c < p_.hidden; ++c) row[c] = XOf(p_, token, c, mode_);
       if (p_.coupled) MixHidden(row);
+      // A coupled layer of recipe w4a8 keeps binary32 here.
+      const bool wide = p_.coupled && mode_ == ReferenceMode::kStagedW4A8;
       for (int64_t c = 0; c < p_.hidden; ++c) {
-        row[c] = Round16(row[c] * F16(suh, ScaleRow(g) * p_.hidden + c));
+        const double v = row[c] * F16(suh, ScaleRow(g) * p_.hidden + c);
+        row[c] = wide ? Round32(v) : Round16(v);
       }
       HadamardBlocks(row, p_.hidden);
-      for (int64_t c = 0; c < p_.hidden; ++c) row[c] = Round16(row[c]);
+      RoundOperand(row, p_.hidden);
     }
   }
 
@@ -354,7 +376,7 @@ class Evaluation {
         gate[c] = Round32(a * F16(down_suh, c));
       }
       HadamardBlocks(gate, i);
-      for (int64_t c = 0; c < i; ++c) gate[c] = Round16(gate[c]);
+      RoundOperand(gate, i);
     }
   }
 
@@ -396,7 +418,7 @@ class Evaluation {
       HadamardBlocks(a, i);
       for (int64_t c = 0; c < i; ++c) a[c] = Round32(a[c] * F16(down_suh, c));
       HadamardBlocks(a, i);
-      for (int64_t c = 0; c < i; ++c) a[c] = Round16(a[c]);
+      RoundOperand(a, i);
     }
   }
 
@@ -470,6 +492,8 @@ void FusedMoeReferenceRows(const FusedMoeProblem& problem,
                            std::span<const int64_t> rows, ReferenceMode mode,
                            double* out, int threads) {
   CheckProblem(problem);
+  KILN_CHECK(mode != ReferenceMode::kStagedW4A8 ||
+             problem.codebook == TrellisCodebook::kSqgE4m3);
   KILN_CHECK(threads >= 1);
   for (const int64_t row : rows) KILN_CHECK(row >= 0 && row < problem.tokens);
   Evaluation(problem, rows, mode).Run(threads, out);

@@ -83,6 +83,10 @@ enum class ReferenceMode {
   // with one fma per term, and the activation is device/activation.h on the
   // CPU: bit for bit what templates/fused_moe/cpu.cc promises.
   kSequential,
+  // Those of recipe w4a8 (specification 4.6): the same, but both matrix
+  // products read MXFP8 in blocks of 32. Only for the codebook sqg_e4m3, whose
+  // values are E4M3 numbers.
+  kStagedW4A8,
 };
 
 // Computes the output rows of the listed tokens only.

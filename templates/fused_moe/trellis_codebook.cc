@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cmath>
 #include <cstddef>
 #include <iterator>
 
 #include "compiler/base/check.h"
 #include "device/half.h"
 #include "device/trellis.h"
+#include "templates/formats/mxfp8.h"
 
 namespace kiln {
 namespace {
@@ -87,17 +87,6 @@ uint8_t StaircaseByte(uint32_t rank) {
                                       : code;
 }
 
-// Of a byte that is not a NaN; exact.
-uint16_t E4m3ToF16(uint8_t byte) {
-  const int exponent = byte >> 3 & 0xF;
-  const int fraction = byte & 7;
-  const float magnitude =
-      exponent == 0
-          ? std::ldexp(static_cast<float>(fraction), -9)
-          : std::ldexp(static_cast<float>(8 + fraction), exponent - 7 - 3);
-  return kd::f32_to_f16((byte & 0x80) != 0 ? -magnitude : magnitude);
-}
-
 template <typename Decode>
 TrellisTable MakeTable(const Decode& decode) {
   TrellisTable table;
@@ -119,8 +108,9 @@ const TrellisTable& Exl3Table() {
 
 template <int K>
 const TrellisTable& SqgE4m3Table() {
-  static const TrellisTable table = MakeTable(
-      [](uint32_t s) { return E4m3ToF16(SqgE4m3Bytes()[SqgRank(s, K) >> 4]); });
+  static const TrellisTable table = MakeTable([](uint32_t s) {  // Exact.
+    return kd::f32_to_f16(E4m3Value(SqgE4m3Bytes()[SqgRank(s, K) >> 4]));
+  });
   return table;
 }
 

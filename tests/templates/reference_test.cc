@@ -3,6 +3,7 @@
 
 #include "templates/fused_moe/reference.h"
 
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -11,6 +12,7 @@
 
 #include "device/half.h"
 #include "gtest/gtest.h"
+#include "templates/formats/mxfp8.h"
 #include "tests/templates/test_data.h"
 
 namespace kiln {
@@ -265,10 +267,28 @@ struct CoupledInputs {
   std::vector<uint16_t> rotations = Halves(&random, kCount * 6 * kInner, 1);
 };
 
-// The steps of specification 4.8 for one route, without the router's weight.
-// With shared scales what follows the sum is left out.
+// What recipe w4a8 makes of an operand: binary16, then blocks of MXFP8.
+void ToMxfp8(std::vector<double>* v) {
+  for (size_t c = 0; c < v->size(); c += kMxfp8Block) {
+    std::array<float, kMxfp8Block> block;
+    std::array<uint8_t, kMxfp8Block> payload;
+    uint8_t scale = 0;
+    for (size_t i = 0; i < block.size(); ++i) {
+      block[i] =
+          kd::f16_to_f32(kd::f32_to_f16(static_cast<float>((*v)[c + i])));
+    }
+    QuantizeMxfp8(block, &scale, payload);
+    for (size_t i = 0; i < block.size(); ++i) {
+      (*v)[c + i] = Mxfp8Value(scale, payload[i]);
+    }
+  }
+}
+
+// The steps of specification 4.8 for one route, without the router's weight and
+// without rounding, except that of `w4a8` to MXFP8. With shared scales what
+// follows the sum is left out.
 std::vector<double> CoupledRoute(const CoupledInputs& in, int64_t token,
-                                 int64_t expert) {
+                                 int64_t expert, bool w4a8) {
   constexpr int64_t kWide = CoupledInputs::kWide;
   constexpr int64_t kInner = CoupledInputs::kInner;
   const int64_t row = in.shared_scales ? 0 : expert;
@@ -279,6 +299,7 @@ std::vector<double> CoupledRoute(const CoupledInputs& in, int64_t token,
   Transform(&x, 0, kWide);
   Scale(&x, in.suh.data() + row * kWide);
   for (size_t c = 0; c < kWide; c += 128) Transform(&x, c, 128);
+  if (w4a8) ToMxfp8(&x);
   const int64_t words = kWide * kInner / 16 * 2;
   const std::vector<double> slots[] = {
       Times(x, Decoded(in.gate.data() + expert * words, kWide, kInner, 2),
@@ -314,6 +335,7 @@ std::vector<double> CoupledRoute(const CoupledInputs& in, int64_t token,
   for (size_t c = 0; c < kInner; c += 128) Transform(&a, c, 128);
   Scale(&a, rotations + 2 * kInner);
   for (size_t c = 0; c < kInner; c += 128) Transform(&a, c, 128);
+  if (w4a8) ToMxfp8(&a);
   std::vector<double> y = Times(
       a, Decoded(in.down.data() + expert * words, kInner, kWide, 2), kWide);
   if (in.shared_scales) return y;
@@ -322,44 +344,85 @@ std::vector<double> CoupledRoute(const CoupledInputs& in, int64_t token,
   return y;
 }
 
-TEST(ReferenceTest, CoupledLayersFollowTheirDefinition) {
+// The layer's output for one token, by the definition.
+std::vector<double> CoupledToken(const CoupledInputs& in, int64_t token,
+                                 bool w4a8) {
   constexpr size_t kWide = CoupledInputs::kWide;
+  std::vector<double> sum(kWide, 0.0);
+  for (int64_t j = 0; j < CoupledInputs::kCount; ++j) {
+    const auto route = static_cast<size_t>(CoupledInputs::kCount * token + j);
+    const std::vector<double> y = CoupledRoute(in, token, in.ids[route], w4a8);
+    for (size_t c = 0; c < kWide; ++c) sum[c] += in.weights[route] * y[c];
+  }
+  if (in.shared_scales) {
+    for (size_t c = 0; c < kWide; c += 128) Transform(&sum, c, 128);
+    Scale(&sum, in.svh.data());
+  }
+  Transform(&sum, 0, kWide);
+  return sum;
+}
+
+double RelativeError(const std::vector<double>& got,
+                     const std::vector<double>& wanted) {
+  double error = 0;
+  double norm = 0;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    error += std::pow(got[i] - wanted[i], 2);
+    norm += wanted[i] * wanted[i];
+  }
+  EXPECT_GT(norm, 0);
+  return std::sqrt(error / norm);
+}
+
+TEST(ReferenceTest, CoupledLayersFollowTheirDefinition) {
   for (const bool shared : {false, true}) {
     const CoupledInputs in(shared);
     const FusedMoeProblem p = in.Problem();
-    for (int64_t token = 0; token < 2; ++token) {
-      std::vector<double> expected(kWide, 0.0);
-      for (int64_t j = 0; j < 2; ++j) {
-        const auto route = static_cast<size_t>(2 * token + j);
-        const std::vector<double> y = CoupledRoute(in, token, in.ids[route]);
-        for (size_t c = 0; c < kWide; ++c) {
-          expected[c] += in.weights[route] * y[c];
-        }
-      }
-      if (shared) {
-        for (size_t c = 0; c < kWide; c += 128) Transform(&expected, c, 128);
-        Scale(&expected, in.svh.data());
-      }
-      Transform(&expected, 0, kWide);
-      double norm = 0;
-      for (const double value : expected) norm += value * value;
-      ASSERT_GT(norm, 0);
-      const std::vector<int64_t> rows = {token};
-      std::vector<double> exact(kWide);
-      std::vector<double> staged(kWide);
-      FusedMoeReferenceRows(p, rows, ReferenceMode::kFloat64, exact.data(), 1);
-      FusedMoeReferenceRows(p, rows, ReferenceMode::kStaged, staged.data(), 2);
-      double exact_error = 0;
-      double staged_error = 0;
-      for (size_t c = 0; c < kWide; ++c) {
-        exact_error += std::pow(exact[c] - expected[c], 2);
-        staged_error += std::pow(staged[c] - expected[c], 2);
-      }
-      EXPECT_LE(std::sqrt(exact_error / norm), 1e-12);
-      EXPECT_LE(std::sqrt(staged_error / norm), 2e-3);
-      EXPECT_GE(std::sqrt(staged_error / norm), 1e-5);
+    for (int64_t token = 0; token < CoupledInputs::kCount; ++token) {
+      const auto run = [&](ReferenceMode mode, int threads) {
+        std::vector<double> out(CoupledInputs::kWide);
+        const std::vector<int64_t> rows = {token};
+        FusedMoeReferenceRows(p, rows, mode, out.data(), threads);
+        return out;
+      };
+      const std::vector<double> wanted = CoupledToken(in, token, false);
+      EXPECT_LE(RelativeError(run(ReferenceMode::kFloat64, 1), wanted), 1e-12);
+      const std::vector<double> staged = run(ReferenceMode::kStaged, 2);
+      EXPECT_LE(RelativeError(staged, wanted), 2e-3);
+      EXPECT_GE(RelativeError(staged, wanted), 1e-5);
+      // Far closer to its own definition than MXFP8 is to binary16.
+      const std::vector<double> w4a8 = run(ReferenceMode::kStagedW4A8, 1);
+      EXPECT_LE(RelativeError(w4a8, CoupledToken(in, token, true)), 8e-3);
+      EXPECT_GE(RelativeError(w4a8, wanted), 2e-2);
     }
   }
+}
+
+// An operand that is no number must show, whichever bits its neighbours have.
+TEST(ReferenceTest, W4A8NeverHidesWhatIsNotFinite) {
+  CoupledInputs in(false);
+  in.x[3] = 0x7C00;
+  const FusedMoeProblem p = in.Problem();
+  const std::vector<int64_t> rows = {0, 1};
+  std::vector<double> out(2 * CoupledInputs::kWide);
+  FusedMoeReferenceRows(p, rows, ReferenceMode::kStagedW4A8, out.data(), 1);
+  for (size_t c = 0; c < CoupledInputs::kWide; ++c) {
+    EXPECT_TRUE(std::isnan(out[c])) << c;
+    EXPECT_TRUE(std::isfinite(out[CoupledInputs::kWide + c])) << c;
+  }
+}
+
+TEST(ReferenceTest, PartsOfW4A8AddUp) {
+  const CoupledInputs in(true);
+  const FusedMoeProblem parts[] = {in.Problem(), in.Problem()};
+  const std::vector<int64_t> rows = {0, 1};
+  std::vector<double> one(2 * CoupledInputs::kWide);
+  std::vector<double> two(one.size());
+  FusedMoeReferenceRows(parts[0], rows, ReferenceMode::kStagedW4A8, one.data(),
+                        1);
+  FusedMoeReferenceParts(parts, rows, ReferenceMode::kStagedW4A8, two.data(),
+                         1);
+  for (size_t i = 0; i < one.size(); ++i) EXPECT_EQ(two[i], 2 * one[i]);
 }
 
 TEST(ReferenceTest, ExpertsMayHaveDifferentActivations) {

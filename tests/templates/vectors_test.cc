@@ -318,6 +318,7 @@ std::string Base64(const std::vector<uint16_t>& words) {
 TEST(VectorsTest, EveryMoeCaseMatches) {
   const auto files = testing::FilesNamed(VectorsFolder(), "moe_", ".json");
   EXPECT_GE(files.size(), 6u) << "moe_*.json below " << VectorsFolder();
+  int w4a8_cases = 0;
   for (const std::filesystem::path& path : files) {
     SCOPED_TRACE(path.string());
     const json file = testing::ReadJson(path);
@@ -360,7 +361,19 @@ TEST(VectorsTest, EveryMoeCaseMatches) {
     EXPECT_LE(staged, 1e-4);
     RecordProperty("float64_error", std::to_string(exact));
     RecordProperty("staged_error", std::to_string(staged));
+    ASSERT_EQ(c.contains("expected_staged_w4a8_f32"),
+              p.codebook == TrellisCodebook::kSqgE4m3);
+    if (!c.contains("expected_staged_w4a8_f32")) continue;
+    // A value that crosses an E4M3 midpoint moves by 1/16 of itself; the
+    // recipe itself costs 4e-2.
+    const double w4a8 =
+        RelativeError(moe.Run(ReferenceMode::kStagedW4A8),
+                      Flatten(c.at("expected_staged_w4a8_f32")));
+    EXPECT_LE(w4a8, 3e-3);
+    RecordProperty("staged_w4a8_error", std::to_string(w4a8));
+    ++w4a8_cases;
   }
+  EXPECT_GE(w4a8_cases, 3);
 }
 
 }  // namespace

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""kiln describe and kiln prepare on a small checkpoint, from the command line.
+"""kiln describe and kiln prepare on small checkpoints, from the command line.
 
     KILN_BIN_DIR=build/release/bin tests/tools/checkpoint_cli_test.py [-v]
 """
 
+import hashlib
 import json
 import os
 import struct
@@ -16,15 +17,95 @@ KILN = os.path.join(BIN, "kiln")
 HIDDEN, INTERMEDIATE, EXPERTS, LAYERS = 128, 256, 4, 3
 
 
-def write_safetensors(path, tensors):
+def write_safetensors(path, tensors, metadata=None):
     header, data = {}, b""
+    if metadata:
+        header["__metadata__"] = metadata
     for name, (dtype, shape, payload) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape,
                         "data_offsets": [len(data), len(data) + len(payload)]}
         data += payload
-    text = json.dumps(header).encode()
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    if "_qsrt_format_section" in tensors:
+        text = text.ljust(4088)  # the header's one length
     with open(path, "wb") as handle:
         handle.write(struct.pack("<Q", len(text)) + text + data)
+
+
+def halves(*shape):
+    count = 1
+    for size in shape:
+        count *= size
+    return ("F16", list(shape), struct.pack("<e", 0.5) * count)
+
+
+def write_btx(folder, codebook="mcg", pair_kinds=None):
+    """Layer 0 of one layer, at 3 bits or at pairs of rates of 6 bits."""
+    slots = INTERMEDIATE // 32
+    row = EXPERTS * 3 * (HIDDEN // 16) * 32 * 6
+    tensors = {"atoms": ("U8", [slots, row], os.urandom(slots * row)),
+               "rotations": halves(slots, EXPERTS, 3, 32)}
+    for name in ("gate_suh", "up_suh", "down_svh"):
+        tensors[name] = halves(HIDDEN)
+    rates = {"structure": "uniform", "bits": 3}
+    if pair_kinds:
+        rates = {"structure": "per_expert_pair", "pair_kinds": pair_kinds}
+        for name in ("rates_fc1", "rates_fc2"):
+            tensors[name] = ("U8", [slots // 8, EXPERTS], b"\x33" * EXPERTS)
+    path = os.path.join(folder, "btx-layer-00000.safetensors")
+    write_safetensors(path, tensors, {
+        "schema": "btx-atoms-v1", "codebook": codebook, "layer": "0",
+        "num_experts": str(EXPERTS), "hidden_size": str(HIDDEN),
+        "intermediate_size": str(INTERMEDIATE), "atom_channels": "32"})
+    with open(path, "rb") as handle:
+        digest = hashlib.sha256(handle.read()).hexdigest()
+    manifest = {
+        "kind": "btx-manifest", "schema": "btx-atoms-v1", "codebook": codebook,
+        "geometry": {"num_experts": EXPERTS, "hidden_size": HIDDEN,
+                     "intermediate_size": INTERMEDIATE, "atom_channels": 32,
+                     "atom_slots": slots, "moe_layer_indices": [0]},
+        "rates": rates,
+        "hadamard": {"coupled": False, "per_expert_input_rotations": False},
+        "layout": {"atom_row_alignment": 64, "extent_alignment_slots": 4},
+        "layers": {"0": {"file": os.path.basename(path), "sha256": digest}}}
+    if codebook == "mcg":
+        manifest["codebook_seed"] = 0xCBAC1FED
+    with open(os.path.join(folder, "btx-manifest.json"), "w") as handle:
+        json.dump(manifest, handle)
+    with open(os.path.join(folder, "config.json"), "w") as handle:
+        json.dump({"model_type": "qwen3_moe", "hidden_act": "silu",
+                   "hidden_size": HIDDEN,
+                   "moe_intermediate_size": INTERMEDIATE,
+                   "num_experts": EXPERTS, "num_experts_per_tok": 2,
+                   "num_hidden_layers": 1}, handle)
+
+
+def write_qsrt(folder):
+    """Layer 7, of Kimi-K3's schema."""
+    slots, bundle = INTERMEDIATE // 32, 36 * HIDDEN + 192
+    payload = EXPERTS * bundle
+    stride = (payload + 4095) // 4096 * 4096
+    # Random trellis data, and scales that are finite.
+    atom = (os.urandom(bundle - 192) + struct.pack("<e", 0.5) * 96) * EXPERTS
+    scales = struct.pack("<e", 0.5) * 3 * HIDDEN
+    tensors = {
+        "_qsrt_format_section": ("U8", [4096],
+                                 b"\x01\x10\x00\x11".ljust(4096, b"\0")),
+        "_qsrt_shared_scale_section": ("U8", [4096],
+                                       scales.ljust(4096, b"\0")),
+        "qsrt_atoms": ("U8", [slots, stride],
+                       atom.ljust(stride, b"\0") * slots)}
+    numbers = {
+        "version": 1, "layer": 7, "profile_id": 1, "experts": EXPERTS,
+        "compressed_experts": EXPERTS, "x4t_experts": 0,
+        "intermediate_channels": INTERMEDIATE, "latent_channels": HIDDEN,
+        "atom_channels": 32, "atom_slots": slots, "atom_bundle_bytes": bundle,
+        "atom_slot_payload_bytes": payload, "atom_slot_stride_bytes": stride,
+        "alignment_bytes": 4096}
+    write_safetensors(
+        os.path.join(folder, "qsrt-layer-007.safetensors"), tensors,
+        {"format": "pt", "schema": "kquant_kimi_k3_qsrt_atoms_v1",
+         "encoding": "qsrt_sqg_e4m3"} | {k: str(v) for k, v in numbers.items()})
 
 
 def exl3(key, rows, columns, bits):
@@ -63,12 +144,11 @@ def write_checkpoint(folder):
         json.dump({"metadata": {}, "weight_map": weight_map}, handle)
 
 
-class CheckpointCliTest(unittest.TestCase):
+class CliTest(unittest.TestCase):
     def setUp(self):
         self.folder = tempfile.TemporaryDirectory()
         self.addCleanup(self.folder.cleanup)
         self.checkpoint = self.folder.name
-        write_checkpoint(self.checkpoint)
 
     def at(self, *names):
         return os.path.join(self.folder.name, *names)
@@ -80,6 +160,12 @@ class CheckpointCliTest(unittest.TestCase):
             check=False)
         self.assertEqual(done.returncode, code, done.stderr)
         return done
+
+
+class CheckpointCliTest(CliTest):
+    def setUp(self):
+        super().setUp()
+        write_checkpoint(self.checkpoint)
 
     def test_describe_groups_layers_by_rate(self):
         manifest = json.loads(self.kiln("describe", self.checkpoint).stdout)
@@ -124,6 +210,48 @@ class CheckpointCliTest(unittest.TestCase):
         done = self.kiln("describe", self.checkpoint, code=4)
         self.assertIn("has no routed experts", done.stderr)
         self.kiln("describe", self.at("none"), code=1)
+
+
+class ContainerCliTest(CliTest):
+    def prepared(self, layer, rank="0/1"):
+        done = self.kiln("--json", "prepare", self.checkpoint, "-o",
+                         self.at("out"), "--layer", str(layer), "--tp", rank)
+        answer = json.loads(done.stdout)
+        self.assertEqual(os.path.getsize(answer["file"]), answer["bytes"])
+        return answer["geometry"]
+
+    def test_a_uniform_btx_layer_is_described_and_prepared(self):
+        write_btx(self.checkpoint)
+        manifest = json.loads(self.kiln("describe", self.checkpoint).stdout)
+        self.assertEqual([r["layers"] for r in manifest["requests"]], [[0]])
+        for rank in ("0/2", "1/2"):
+            self.assertEqual(self.prepared(0, rank),
+                             "H128 I128 E4 mcg K3 shared scales")
+
+    def test_pairs_are_prepared_and_describe_says_that_none_serves_them(self):
+        write_btx(self.checkpoint, "sqg_e4m3", ["P33"])
+        self.assertEqual(self.prepared(0),
+                         "H128 I256 E4 sqg_e4m3 pairs P33 shared scales")
+        done = self.kiln("describe", self.checkpoint, code=4)
+        self.assertIn('tensor "rates_fc1" has a pair of rates for each expert; '
+                      "no template of this build serves it", done.stderr)
+
+    def test_a_qsrt_layer_is_prepared_and_describe_says_the_same(self):
+        write_qsrt(self.checkpoint)
+        self.assertEqual(self.prepared(7),
+                         "H128 I256 E4 sqg_e4m3 pairs P24 P33 shared scales")
+        done = self.kiln("describe", self.checkpoint, code=4)
+        self.assertIn("no template of this build serves it", done.stderr)
+
+    def test_a_damaged_layer_leaves_nothing_behind(self):
+        write_btx(self.checkpoint)
+        with open(self.at("btx-layer-00000.safetensors"), "r+b") as handle:
+            handle.seek(-1, os.SEEK_END)
+            handle.write(b"\x01")
+        done = self.kiln("prepare", self.checkpoint, "-o", self.at("out"),
+                         "--layer", "0", code=2)
+        self.assertIn("has the SHA-256", done.stderr)
+        self.assertFalse(os.path.exists(self.at("out")))
 
 
 if __name__ == "__main__":

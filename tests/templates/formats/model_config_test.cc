@@ -140,6 +140,14 @@ TEST(ModelConfigTest, RefusesAnUnknownModelType) {
                              HasSubstr("deepseek_v2, deepseek_v3"))));
 }
 
+TEST(ModelConfigTest, RefusesALimitedActivation) {
+  const std::string silu = "\"hidden_act\": \"silu\"";
+  EXPECT_OK(Changed(silu, silu + ", \"swiglu_limit\": null"));
+  EXPECT_THAT(Changed(silu, silu + ", \"swiglu_limit\": 7.0"),
+              StatusIs(StatusCode::kFailedPrecondition,
+                       HasSubstr("\"swiglu_limit\" is 7")));
+}
+
 TEST(ModelConfigTest, RefusesAnotherActivation) {
   EXPECT_THAT(Changed("\"silu\"", "\"gelu\""),
               StatusIs(StatusCode::kFailedPrecondition,

@@ -1,6 +1,6 @@
 // QSRT atoms: rows 25 to 28 of the format specification's fail-closed table for
-// extents in memory, row 32 for layer files, and the native tensors. Every
-// refusal changes one thing of a valid extent or file.
+// extents in memory, rows 29 and 32 for layer files, and the native tensors.
+// Every refusal changes one thing of a valid extent or file.
 
 #include "templates/formats/qsrt_layer.h"
 
@@ -199,6 +199,19 @@ TEST(QsrtLayerTest, AcceptsBothSchemas) {
   }
 }
 
+// Files of the second version have another schema, its coupled profile too.
+TEST(QsrtLayerTest, Row29RefusesOtherSchemas) {
+  for (const char* schema : {"kquant_kimi_k3_qsrt_atoms_v2",
+                             "kquant_fruit_qsrt_atoms_v2", "btx-atoms-v1"}) {
+    EXPECT_THAT(
+        FileChanged(Kimi(),
+                    [&](QsrtFile* file) { file->metadata["schema"] = schema; }),
+        FileRefused(
+            absl::StrCat("\"schema\" is \"", schema,
+                         "\", must be \"kquant_kimi_k3_qsrt_atoms_v1\" or ")));
+  }
+}
+
 TEST(QsrtLayerTest, Row32RefusesMetadataThatDisagrees) {
   for (const QsrtOptions& options : {Kimi(), Fruit()}) {
     for (const auto& [key, value] : MakeQsrtFile(options).metadata) {
@@ -383,7 +396,7 @@ TEST(QsrtLayerTest, ComparesTheDigestWhereTheFolderListsIt) {
 
 // ---- native tensors --------------------------------------------------------
 
-TEST(QsrtLayerTest, ExtentsThatAreNotOnePairAreRefused) {
+TEST(QsrtLayerTest, Row29RefusesExtentsThatAreNotOnePair) {
   const TestFolder folder;
   ASSERT_OK_AND_ASSIGN(QsrtLayer layer,
                        OpenValid(folder, Kimi(), MakeQsrtFile(Kimi())));
