@@ -2,17 +2,65 @@
 
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
 #include "templates/formats/describe.h"
+#include "templates/formats/npk_prepare.h"
 #include "tools/cli.h"
 
 namespace kiln {
+namespace {
+
+// Sidecars have no manifest: no template serves them.
+absl::StatusOr<int> DescribeNpk(const GlobalOptions& global,
+                                const DescribeCommand& command) {
+  ASSIGN_OR_RETURN(const std::vector<NpkLayerSummary> layers,
+                   DescribeNpkFolder(command.checkpoint));
+  if (!command.output.empty()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        command.checkpoint,
+        ": holds NPK-1 sidecars, which no template serves yet: there is no "
+        "manifest to write"));
+  }
+  nlohmann::ordered_json out = nlohmann::ordered_json::array();
+  std::vector<std::vector<std::string>> rows = {
+      {"layer", "ranks", "H", "I", "E", "K", "boundary", "limit", "bytes"}};
+  for (const NpkLayerSummary& layer : layers) {
+    const NpkMetadata& m = layer.metadata;
+    const char* boundary =
+        m.boundary == NpkBoundary::kCoupled ? "coupled" : "identity";
+    rows.push_back({absl::StrCat(m.layer), absl::StrCat(m.world_size),
+                    absl::StrCat(m.hidden), absl::StrCat(m.intermediate_global),
+                    absl::StrCat(m.experts), absl::StrCat(m.bits), boundary,
+                    m.limit, FormatBytes(layer.bytes)});
+    out.push_back({{"format", "npk1"},
+                   {"layer", m.layer},
+                   {"ranks", m.world_size},
+                   {"hidden", m.hidden},
+                   {"intermediate", m.intermediate_global},
+                   {"experts", m.experts},
+                   {"bits", m.bits},
+                   {"boundary", boundary},
+                   {"limit", m.limit},
+                   {"bytes", layer.bytes}});
+  }
+  if (global.json) {
+    PrintJson(out, 1);
+  } else {
+    std::printf("%s", FormatTable(rows).c_str());
+  }
+  return kExitDone;
+}
+
+}  // namespace
 
 absl::StatusOr<int> RunDescribe(const GlobalOptions& global,
                                 const DescribeCommand& command) {
+  if (HoldsNpkSidecars(command.checkpoint)) return DescribeNpk(global, command);
   ASSIGN_OR_RETURN(
       const Manifest manifest,
       DescribeCheckpoint(command.checkpoint,

@@ -1,17 +1,49 @@
 // kiln prepare: one layer of a checkpoint as native tensors.
 
 #include <cstdio>
+#include <filesystem>
 #include <nlohmann/json.hpp>
+#include <string>
+#include <system_error>
 #include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "compiler/base/status_macros.h"
+#include "templates/formats/npk_import.h"
+#include "templates/formats/npk_prepare.h"
 #include "templates/formats/prepare.h"
 #include "tools/cli.h"
 
 namespace kiln {
+namespace {
+
+absl::StatusOr<int> PrepareNpk(const GlobalOptions& global,
+                               const std::string& folder,
+                               const std::string& output,
+                               const PrepareOptions& options) {
+  ASSIGN_OR_RETURN(const PreparedNpkLayer prepared,
+                   PrepareNpkLayer(folder, output, options));
+  const NpkMetadata& m = prepared.metadata;
+  const std::string geometry = absl::StrCat(
+      "npk1 H", m.hidden, " I", m.intermediate, " E", m.experts, " K", m.bits,
+      m.boundary == NpkBoundary::kCoupled ? " coupled" : " identity", " limit ",
+      m.limit);
+  if (global.json) {
+    nlohmann::ordered_json out;
+    out["file"] = prepared.path;
+    out["bytes"] = prepared.bytes;
+    out["geometry"] = geometry;
+    PrintJson(out, 1);
+    return kExitDone;
+  }
+  std::printf("%s  %s  %s\n", prepared.path.c_str(),
+              FormatBytes(prepared.bytes).c_str(), geometry.c_str());
+  return kExitDone;
+}
+
+}  // namespace
 
 absl::StatusOr<int> RunPrepare(const GlobalOptions& global,
                                const PrepareCommand& command) {
@@ -23,6 +55,17 @@ absl::StatusOr<int> RunPrepare(const GlobalOptions& global,
       !absl::SimpleAtoi(parts[1], &options.ranks)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "--tp is \"", command.tensor_parallel, "\", must be K/N, as in 0/2"));
+  }
+  // A file of the public schema becomes an NPK-1 sidecar in the output.
+  const std::string p8 = absl::StrCat(command.checkpoint, "/",
+                                      P8FileName(options.layer, options.rank));
+  std::error_code ignored;
+  if (std::filesystem::exists(p8, ignored)) {
+    RETURN_IF_ERROR(ImportP8Sidecar(p8, "imported", command.output).status());
+    return PrepareNpk(global, command.output, command.output, options);
+  }
+  if (HoldsNpkSidecars(command.checkpoint)) {
+    return PrepareNpk(global, command.checkpoint, command.output, options);
   }
   ASSIGN_OR_RETURN(const PreparedLayer prepared,
                    PrepareLayer(command.checkpoint, command.output, options));

@@ -16,6 +16,7 @@
 #include "absl/strings/numbers.h"
 #include "compiler/nvrtc_worker.h"
 #include "tools/cli.h"
+#include "tools/cmd_encode.h"
 #include "tuner/race_worker.h"
 
 namespace {
@@ -176,6 +177,46 @@ int Run(int argc, char** argv) {
                    "Rank K of N, counted from 0 (default 0/1)")
       ->type_name("K/N");
   verb->callback([&] { chosen = [&] { return RunPrepare(global, prepare); }; });
+
+  kiln::EncodeCommand encode;
+  verb = app.add_subcommand(
+      "encode",
+      "Make an EXL3 checkpoint, or NPK-1 sidecars, from real-valued weights");
+  verb->add_option("checkpoint", encode.checkpoint,
+                   "Folder with config.json and safetensors files; matrices of "
+                   "routed experts in F32, F16 or BF16")
+      ->required();
+  verb->add_option("-o,--output", encode.output,
+                   "Folder to write, new or empty")
+      ->type_name("DIR")
+      ->required();
+  verb->add_option("--format", encode.format, "exl3 or npk1 (default exl3)")
+      ->type_name("NAME");
+  verb->add_option("--bits", encode.bits,
+                   "Bits per weight: exl3 1..8 or gate,up,down; npk1 2..5 "
+                   "(default 4)")
+      ->type_name("K");
+  verb->add_option("--codebook", encode.codebook,
+                   "exl3: 3inst, mcg or mul1 (default mcg)")
+      ->type_name("NAME");
+  verb->add_option("--tp", encode.tensor_parallel,
+                   "npk1: ranks that share each expert (default 1)")
+      ->type_name("N")
+      ->check(CLI::Range(1, 4096));
+  verb->add_option("--boundary", encode.boundary,
+                   "npk1: coupled or identity (default coupled)")
+      ->type_name("NAME");
+  verb->add_option("--limit", encode.limit,
+                   "npk1: clamp of gate and up (default inf)")
+      ->type_name("X");
+  verb->add_option("--seed", encode.seed, "Of the scales' signs (default 0)")
+      ->type_name("S")
+      ->check(WholeNumber());
+  verb->add_option("--threads", encode.threads,
+                   "Threads (default: one per core)")
+      ->type_name("N")
+      ->check(CLI::Range(1, 1024));
+  verb->callback([&] { chosen = [&] { return RunEncode(global, encode); }; });
 
   kiln::PlanningOptions plan;
   verb = app.add_subcommand(

@@ -21,14 +21,6 @@
 namespace kiln {
 namespace {
 
-std::string FileName(const PrepareOptions& options) {
-  std::string name = absl::StrFormat("layer-%05d", options.layer);
-  if (options.ranks > 1) {
-    absl::StrAppend(&name, "-rank-", options.rank, "-of-", options.ranks);
-  }
-  return name + ".safetensors";
-}
-
 // A layer's source and what it borrows. Destroyed from the bottom.
 struct OpenedLayer {
   std::unique_ptr<Checkpoint> checkpoint;
@@ -121,13 +113,21 @@ SafetensorsTensor RatesTensor(absl::string_view name,
 
 }  // namespace
 
+std::string PreparedFileName(const PrepareOptions& options) {
+  std::string name = absl::StrFormat("layer-%05d", options.layer);
+  if (options.ranks > 1) {
+    absl::StrAppend(&name, "-rank-", options.rank, "-of-", options.ranks);
+  }
+  return name + ".safetensors";
+}
+
 absl::StatusOr<PreparedLayer> PrepareLayer(const std::string& folder,
                                            const std::string& output,
                                            const PrepareOptions& options) {
   ASSIGN_OR_RETURN(const OpenedLayer opened, OpenLayer(folder, options));
   TrellisSource& source = *opened.source;
   PreparedLayer prepared;
-  prepared.path = absl::StrCat(output, "/", FileName(options));
+  prepared.path = absl::StrCat(output, "/", PreparedFileName(options));
   prepared.layout = source.layout();
   prepared.description = prepared.layout.ToString();
   std::map<std::string, std::string> metadata = {

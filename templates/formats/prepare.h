@@ -19,6 +19,10 @@ struct PrepareOptions {
   int64_t ranks = 1;
 };
 
+// "layer-00003.safetensors", or with several ranks
+// "layer-00003-rank-0-of-2.safetensors".
+std::string PreparedFileName(const PrepareOptions& options);
+
 struct PreparedLayer {
   std::string path;
   uint64_t bytes = 0;       // of the file

@@ -48,19 +48,21 @@ uint64_t GroupOf(int64_t layer, int64_t expert, size_t projection) {
          projection;
 }
 
-struct ExpertTensorName {
-  absl::string_view prefix;
-  int64_t layer = 0;
-  int64_t expert = 0;
-  size_t projection = 0;
-  absl::string_view suffix;
-};
+// The groups of one layer must agree; says which two do not.
+absl::Status Disagree(const Exl3Matrix& matrix, absl::string_view found,
+                      const Exl3Matrix& first, absl::string_view wanted,
+                      absl::string_view rule) {
+  return Refuse(matrix.tensors.trellis->name,
+                absl::StrCat("has ", found, ", but tensor ",
+                             QuoteTensorName(first.tensors.trellis->name),
+                             " of the same layer has ", wanted, "; ", rule));
+}
 
-// Reads a tensor's name; nothing when it is not a routed expert's.
-//   block: ".mlp.experts." or the family's own
-absl::StatusOr<std::optional<ExpertTensorName>> ParseName(
-    absl::string_view name, absl::string_view block,
-    const ModelConfig& config) {
+}  // namespace
+
+absl::StatusOr<std::optional<ExpertTensorName>> ParseExpertTensorName(
+    absl::string_view name, const ModelConfig& config) {
+  const std::string block = absl::StrCat(".", config.naming.block, ".");
   const size_t at = name.find(block);
   if (at == absl::string_view::npos) return std::nullopt;
   ExpertTensorName parsed;
@@ -121,27 +123,14 @@ absl::StatusOr<std::optional<ExpertTensorName>> ParseName(
                              absl::StrJoin(config.naming.projections, ", ")));
 }
 
-// The groups of one layer must agree; says which two do not.
-absl::Status Disagree(const Exl3Matrix& matrix, absl::string_view found,
-                      const Exl3Matrix& first, absl::string_view wanted,
-                      absl::string_view rule) {
-  return Refuse(matrix.tensors.trellis->name,
-                absl::StrCat("has ", found, ", but tensor ",
-                             QuoteTensorName(first.tensors.trellis->name),
-                             " of the same layer has ", wanted, "; ", rule));
-}
-
-}  // namespace
-
 absl::StatusOr<RoutedExperts> RoutedExperts::Find(const Checkpoint& checkpoint,
                                                   const ModelConfig& config) {
   RoutedExperts found;
   found.config_ = config;
-  const std::string block = absl::StrCat(".", config.naming.block, ".");
   for (const SafetensorsFile& shard : checkpoint.shards()) {
     for (const SafetensorsTensor& tensor : shard.header().tensors()) {
       ASSIGN_OR_RETURN(const std::optional<ExpertTensorName> name,
-                       ParseName(tensor.name, block, config));
+                       ParseExpertTensorName(tensor.name, config));
       if (!name.has_value()) continue;
       const auto [prefix, inserted] =
           found.prefixes_.emplace(name->layer, name->prefix);

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,20 @@
 #include "templates/formats/model_config.h"
 
 namespace kiln {
+
+// Where a tensor of a routed expert belongs, by its name.
+struct ExpertTensorName {
+  absl::string_view prefix;  // before "layers."
+  int64_t layer = 0;
+  int64_t expert = 0;
+  size_t projection = 0;
+  absl::string_view suffix;  // "weight", or a part of an EXL3 group
+};
+
+// Reads a tensor's name; nothing when it is not a routed expert's.
+//   Errors: InvalidArgument for a name that says it is one and fits no rule.
+absl::StatusOr<std::optional<ExpertTensorName>> ParseExpertTensorName(
+    absl::string_view name, const ModelConfig& config);
 
 // Gate, up and down of one expert.
 using ExpertMatrices = std::array<Exl3Matrix, kProjections>;

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""kiln describe and kiln prepare on small checkpoints, from the command line.
+"""kiln describe, prepare and encode on small checkpoints, from the command line.
 
     KILN_BIN_DIR=build/release/bin tests/tools/checkpoint_cli_test.py [-v]
 """
@@ -7,6 +7,7 @@
 import hashlib
 import json
 import os
+import random
 import struct
 import subprocess
 import tempfile
@@ -144,6 +145,33 @@ def write_checkpoint(folder):
         json.dump({"metadata": {}, "weight_map": weight_map}, handle)
 
 
+def write_real_checkpoint(folder, hidden=128, intermediate=128, experts=2):
+    """One layer of bf16 weights, Gaussian."""
+    os.makedirs(folder)
+    config = {"model_type": "qwen3_moe", "hidden_act": "silu",
+              "hidden_size": hidden, "moe_intermediate_size": intermediate,
+              "num_experts": experts, "num_experts_per_tok": 2,
+              "num_hidden_layers": 1, "torch_dtype": "bfloat16"}
+    with open(os.path.join(folder, "config.json"), "w") as handle:
+        json.dump(config, handle)
+    rng = random.Random(7)
+
+    def matrix(rows, columns):
+        values = [rng.gauss(0, 0.05) for _ in range(rows * columns)]
+        floats = struct.pack(f"<{len(values)}f", *values)
+        # The upper halves of binary32 are bfloat16.
+        return ("BF16", [rows, columns],
+                b"".join(floats[i + 2:i + 4] for i in range(0, len(floats), 4)))
+
+    tensors = {"model.embed_tokens.weight": matrix(4, hidden)}
+    for expert in range(experts):
+        key = f"model.layers.0.mlp.experts.{expert}."
+        tensors[key + "gate_proj.weight"] = matrix(intermediate, hidden)
+        tensors[key + "up_proj.weight"] = matrix(intermediate, hidden)
+        tensors[key + "down_proj.weight"] = matrix(hidden, intermediate)
+    write_safetensors(os.path.join(folder, "model.safetensors"), tensors)
+
+
 class CliTest(unittest.TestCase):
     def setUp(self):
         self.folder = tempfile.TemporaryDirectory()
@@ -195,6 +223,89 @@ class CheckpointCliTest(CliTest):
             answer = json.loads(done.stdout)
             self.assertEqual(os.path.getsize(answer["file"]), answer["bytes"])
             self.assertIn(f"layer-00002-rank-{rank}-of-2", answer["file"])
+
+    def test_encode_makes_a_checkpoint_that_the_other_verbs_read(self):
+        write_real_checkpoint(self.at("real"))
+        done = self.kiln("--json", "encode", self.at("real"), "-o",
+                         self.at("encoded"), "--bits", "2,3,2", "--codebook",
+                         "mul1")
+        answer = json.loads(done.stdout)
+        self.assertEqual(answer["matrices"], 6)
+        self.assertEqual(answer["bytes"], os.path.getsize(
+            self.at("encoded", "model.safetensors")))
+        # Two thirds at 2 bits (0.069) and one third at 3 (0.0176).
+        self.assertAlmostEqual(answer["relative_error"], 0.052, delta=0.004)
+        self.assertIn("encode 100%", done.stderr)
+        manifest = self.at("encoded.json")
+        shown = self.kiln("describe", self.at("encoded"), "-o", manifest)
+        self.assertIn("fused_moe H128 I128 E2 k2 exl3-mul1 K2/3/2",
+                      shown.stdout)
+        self.kiln("prepare", self.at("encoded"), "-o", self.at("out"),
+                  "--layer", "0")
+        if not os.path.exists(os.path.join(BIN, "kiln-cc-cpu")):
+            return
+        self.kiln("prewarm", manifest, "--target", "cpu", "--max-capacity",
+                  "1", "--max-candidates", "1", "--budget", "0.2")
+        bundle = self.at("model.kiln")
+        self.kiln("freeze", manifest, "--target", "cpu", "--max-capacity", "1",
+                  "--max-candidates", "1", "-o", bundle, "--allow-unqualified")
+        done = self.kiln("run", bundle, "--entry", "moe", "--tokens", "1",
+                         "--check", "--allow-unqualified")
+        self.assertEqual(done.returncode, 0, done.stdout)
+
+    def test_npk_sidecars_are_written_listed_and_prepared(self):
+        write_real_checkpoint(self.at("real"), hidden=512, intermediate=256,
+                              experts=1)
+        done = self.kiln("--json", "encode", self.at("real"), "-o",
+                         self.at("npk"), "--format", "npk1", "--bits", "2",
+                         "--tp", "2", "--limit", "10")
+        answer = json.loads(done.stdout)
+        self.assertAlmostEqual(answer["relative_error"], 0.0685, delta=0.004)
+        layers = json.loads(
+            self.kiln("--json", "describe", self.at("npk")).stdout)
+        self.assertEqual(layers, [{
+            "format": "npk1", "layer": 0, "ranks": 2, "hidden": 512,
+            "intermediate": 256, "experts": 1, "bits": 2,
+            "boundary": "coupled", "limit": "10",
+            "bytes": layers[0]["bytes"]}])
+        done = self.kiln("describe", self.at("npk"), "-o", self.at("m.json"),
+                         code=4)
+        self.assertIn("no template serves yet", done.stderr)
+        done = self.kiln("--json", "prepare", self.at("npk"), "-o",
+                         self.at("out"), "--layer", "0", "--tp", "1/2")
+        answer = json.loads(done.stdout)
+        self.assertEqual(answer["geometry"],
+                         "npk1 H512 I128 E1 K2 coupled limit 10")
+        self.assertEqual(os.path.getsize(answer["file"]), answer["bytes"])
+        # One changed byte is refused by name, and nothing is written.
+        name = self.at("npk", "npk1-layer-00000-rank-1-of-2.safetensors")
+        with open(name, "r+b") as handle:
+            handle.seek(-1000, os.SEEK_END)
+            byte = handle.read(1)
+            handle.seek(-1000, os.SEEK_END)
+            handle.write(bytes([byte[0] ^ 1]))
+        done = self.kiln("prepare", self.at("npk"), "-o", self.at("out2"),
+                         "--layer", "0", "--tp", "1/2", code=2)
+        self.assertIn("rule V11", done.stderr)
+        self.assertFalse(os.path.exists(self.at("out2")))
+        for options in (["--bits", "6"], ["--bits", "4,4,4"],
+                        ["--boundary", "none"], ["--tp", "4"]):
+            self.kiln("encode", self.at("real"), "-o", self.at("other"),
+                      "--format", "npk1", *options, code=2)
+
+    def test_encode_refuses_bad_input(self):
+        write_real_checkpoint(self.at("real"), intermediate=64)
+        for options in (["--bits", "9"], ["--bits", "0"], ["--bits", "4,4"],
+                        ["--bits", "x"], ["--codebook", "sqg"],
+                        ["--threads", "0"], ["--format", "gguf"]):
+            self.kiln("encode", self.at("real"), "-o", self.at("encoded"),
+                      *options, code=2)
+        done = self.kiln("encode", self.at("real"), "-o", self.at("encoded"),
+                         code=2)
+        self.assertIn("BF16 [64, 128], both must be multiples of 128",
+                      done.stderr)
+        self.kiln("encode", self.at("none"), "-o", self.at("encoded"), code=1)
+        self.assertFalse(os.path.exists(self.at("encoded")))
 
     def test_refusals_have_their_exit_codes(self):
         done = self.kiln("describe", self.checkpoint, "--tp", "3", code=2)

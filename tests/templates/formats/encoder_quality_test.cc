@@ -1,0 +1,111 @@
+// The encoder's error on Gaussian numbers, against the table of the prepared-
+// weights specification, section A.10.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdio>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "templates/formats/encoder_matrix.h"
+#include "templates/formats/encoder_tile.h"
+#include "templates/formats/mxfp8.h"
+#include "templates/formats/npk_law.h"
+
+namespace kiln {
+namespace {
+
+std::vector<float> NpkAlphabet() {
+  std::vector<float> values(kTileStates);
+  for (uint32_t s = 0; s < kTileStates; ++s) {
+    values[s] = E4m3Value(kd::NpkByte(s));
+  }
+  return values;
+}
+
+TileValues GaussianTile(std::mt19937_64* random, double deviation) {
+  std::normal_distribution<double> normal(0, deviation);
+  TileValues tile;
+  for (float& value : tile) value = static_cast<float>(normal(*random));
+  return tile;
+}
+
+double SquaredError(const TileValues& target, const TileStates& states,
+                    const std::vector<float>& alphabet) {
+  double sum = 0;
+  for (size_t p = 0; p < kTileSize; ++p) {
+    const double error = static_cast<double>(target[p]) - alphabet[states[p]];
+    sum += error * error;
+  }
+  return sum;
+}
+
+struct Quality {
+  double mse = 0;    // relative to the input's variance
+  double error = 0;  // standard error of mse
+};
+
+Quality Measure(const std::vector<float>& alphabet, int bits, double ratio,
+                int tiles) {
+  const double deviation = ratio * AlphabetDeviation(alphabet);
+  std::mt19937_64 random(777);
+  TileEncoder encoder(alphabet, bits);
+  double sum = 0;
+  double squares = 0;
+  for (int i = 0; i < tiles; ++i) {
+    const TileValues tile = GaussianTile(&random, deviation);
+    const double mse = SquaredError(tile, encoder.Encode(tile), alphabet) /
+                       (deviation * deviation * static_cast<double>(kTileSize));
+    sum += mse;
+    squares += mse * mse;
+  }
+  const double mean = sum / tiles;
+  return {mean, std::sqrt((squares / tiles - mean * mean) / (tiles - 1))};
+}
+
+// Both are means of samples: they differ by less than two standard errors of
+// their difference.
+void ExpectAgrees(const Quality& found, const Quality& stated,
+                  const std::string& what) {
+  const double error = std::hypot(found.error, stated.error);
+  std::printf("%s: %.6f +- %.6f, stated %.6f +- %.6f\n", what.c_str(),
+              found.mse, found.error, stated.mse, stated.error);
+  EXPECT_NEAR(found.mse, stated.mse, 2 * error) << what;
+}
+
+constexpr int kTiles = 300;
+
+TEST(EncoderQualityTest, NpkMatchesTheTable) {
+  const std::vector<float> alphabet = NpkAlphabet();
+  EXPECT_NEAR(AlphabetDeviation(alphabet), 2.48774, 1e-5);
+  ExpectAgrees(Measure(alphabet, 2, 1.00, kTiles), {.0685, .0007}, "NPK-1 K2");
+  ExpectAgrees(Measure(alphabet, 3, .93, kTiles), {.01745, .0002}, "NPK-1 K3");
+  ExpectAgrees(Measure(alphabet, 4, .88, kTiles), {.00458, .00005}, "NPK-1 K4");
+  ExpectAgrees(Measure(alphabet, 5, .88, kTiles), {.001335, .00002},
+               "NPK-1 K5");
+}
+
+// The table gives no errors for the other columns: 40 tiles, about 1.5 %.
+void ExpectColumn(const std::vector<float>& alphabet,
+                  const std::vector<std::pair<double, double>>& ratio_and_mse,
+                  int tiles, const std::string& what) {
+  for (size_t i = 0; i < ratio_and_mse.size(); ++i) {
+    const auto [ratio, mse] = ratio_and_mse[i];
+    const int bits = static_cast<int>(i) + 2;
+    ExpectAgrees(Measure(alphabet, bits, ratio, tiles), {mse, .015 * mse},
+                 absl::StrCat(what, " K", bits));
+  }
+}
+
+TEST(EncoderQualityTest, McgMatchesTheTable) {
+  ExpectColumn(CodebookAlphabet(Codebook::kMcg),
+               {{1.0, .0684}, {.93, .0176}, {.88, .00455}, {.82, .00119}},
+               kTiles, "MCG");
+}
+
+}  // namespace
+}  // namespace kiln

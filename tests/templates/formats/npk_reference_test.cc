@@ -1,0 +1,245 @@
+// The W4A8 oracle against dense evaluation of the weights that a layer's files
+// stand for, which the encoder's inverse transforms give.
+
+#include "templates/formats/npk_reference.h"
+
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <numeric>
+#include <random>
+
+#include "device/half.h"
+#include "templates/formats/npk_encode.h"
+#include "tests/support/npk_writer.h"
+#include "tests/support/status_matchers.h"
+
+namespace kiln {
+namespace {
+
+constexpr int64_t kTokens = 5;
+constexpr int64_t kTopK = 2;
+
+// Both ranks of a layer of random streams, and one call on it.
+class Layer {
+ public:
+  explicit Layer(NpkBoundary boundary, int bits = 3,
+                 const std::string& limit = "10") {
+    for (int rank = 0; rank < 2; ++rank) {
+      NpkMetadata metadata = testing::SmallNpk();
+      metadata.boundary = boundary;
+      metadata.bits = bits;
+      metadata.rank = rank;
+      metadata.limit = limit;
+      auto tensors =
+          testing::RandomNpkTensors(metadata, static_cast<uint64_t>(20 + rank));
+      if (boundary == NpkBoundary::kCoupled) {
+        const auto first = testing::RandomNpkTensors(metadata, 20);
+        for (const NpkTensor which :
+             {NpkTensor::kGateUpSuh, NpkTensor::kDownSvh}) {
+          tensors[which] = first.at(which);
+        }
+      }
+      files_[rank] = testing::NpkBytes(metadata, tensors);
+    }
+    for (const std::string& file : files_) {
+      absl::StatusOr<NpkSidecar> sidecar = NpkSidecar::Parse(
+          {reinterpret_cast<const uint8_t*>(file.data()), file.size()});
+      EXPECT_OK(sidecar);
+      sidecars_.push_back(*std::move(sidecar));
+    }
+    for (const NpkSidecar& sidecar : sidecars_) ranks_.push_back(&sidecar);
+    EXPECT_OK(CheckNpkRanks(ranks_));
+    std::mt19937_64 random(3);
+    std::normal_distribution<float> normal(0, 0.1f);
+    for (int64_t i = 0; i < kTokens * hidden(); ++i) {
+      x_.push_back(
+          static_cast<uint16_t>(std::bit_cast<uint32_t>(normal(random)) >> 16));
+    }
+  }
+
+  int64_t hidden() const { return sidecars_[0].metadata().hidden; }
+
+  const NpkMetadata& metadata() const { return sidecars_[0].metadata(); }
+
+  // Sum of both ranks' outputs for all tokens.
+  std::vector<double> Run(ReferenceMode mode) const {
+    std::vector<int64_t> rows(kTokens);
+    std::iota(rows.begin(), rows.end(), 0);
+    std::vector<double> sum(static_cast<size_t>(kTokens * hidden()), 0.0);
+    for (const NpkSidecar* rank : ranks_) {
+      std::vector<double> part(sum.size());
+      NpkReferenceRows(Problem(rank), rows, mode, part.data());
+      for (size_t i = 0; i < sum.size(); ++i) sum[i] += part[i];
+    }
+    return sum;
+  }
+
+  NpkProblem Problem(const NpkSidecar* rank) const {
+    NpkProblem p;
+    p.weights = rank;
+    p.tokens = kTokens;
+    p.top_k = kTopK;
+    p.x = x_.data();
+    p.topk_ids = ids.data();
+    p.topk_weights = weights.data();
+    return p;
+  }
+
+  // What the weights compute, without any transform.
+  std::vector<double> Dense() const {
+    const auto h = static_cast<size_t>(hidden());
+    std::vector<double> out(kTokens * h, 0.0);
+    for (int64_t e = 0; e < metadata().experts; ++e) {
+      const RealExpert w = DecodeNpkExpert(ranks_, e);
+      for (size_t route = 0; route < ids.size(); ++route) {
+        if (ids[route] != e) continue;
+        const size_t token = route / kTopK;
+        std::vector<double> x(h);
+        for (size_t c = 0; c < h; ++c) {
+          x[c] = kd::bf16_to_f32(x_[token * h + c]);
+        }
+        std::vector<double> middle = Times(w.gate, x);
+        const std::vector<double> up = Times(w.up, x);
+        const double limit = metadata().LimitValue();
+        for (size_t i = 0; i < middle.size(); ++i) {
+          const double g = std::min(middle[i], limit);
+          middle[i] = g / (1 + std::exp(-g)) * std::clamp(up[i], -limit, limit);
+        }
+        const std::vector<double> y = Times(w.down, middle);
+        for (size_t c = 0; c < h; ++c) {
+          out[token * h + c] += static_cast<double>(weights[route]) * y[c];
+        }
+      }
+    }
+    return out;
+  }
+
+  std::vector<int32_t> ids = {0, 1, 2, 0, -1, 2, 3, -7, 1, 1};
+  std::vector<float> weights = {0.5f, 0.25f, 1, -2,     0.75f,
+                                3,    1,     1, 0.125f, 0.5f};
+
+ private:
+  static std::vector<double> Times(const std::vector<float>& w,
+                                   const std::vector<double>& x) {
+    std::vector<double> y(w.size() / x.size(), 0.0);
+    for (size_t n = 0; n < y.size(); ++n) {
+      for (size_t k = 0; k < x.size(); ++k) y[n] += w[n * x.size() + k] * x[k];
+    }
+    return y;
+  }
+
+  std::string files_[2];
+  std::vector<NpkSidecar> sidecars_;
+  std::vector<const NpkSidecar*> ranks_;
+  std::vector<uint16_t> x_;
+};
+
+double RelativeError(const std::vector<double>& found,
+                     const std::vector<double>& expected) {
+  double error = 0;
+  double norm = 0;
+  for (size_t i = 0; i < found.size(); ++i) {
+    error += std::pow(found[i] - expected[i], 2);
+    norm += expected[i] * expected[i];
+  }
+  return std::sqrt(error / norm);
+}
+
+TEST(NpkReferenceTest, WithoutRoundingItIsThePlainExpert) {
+  for (const NpkBoundary boundary :
+       {NpkBoundary::kCoupled, NpkBoundary::kIdentity}) {
+    for (const int bits : {2, 5}) {
+      const Layer layer(boundary, bits);
+      // The dense weights are binary32.
+      EXPECT_LT(
+          RelativeError(layer.Run(ReferenceMode::kFloat64), layer.Dense()),
+          1e-5)
+          << bits;
+    }
+  }
+}
+
+TEST(NpkReferenceTest, StagesCostWhatThreeBitsOfActivationsCost) {
+  for (const NpkBoundary boundary :
+       {NpkBoundary::kCoupled, NpkBoundary::kIdentity}) {
+    const Layer layer(boundary, 4);
+    const double error = RelativeError(layer.Run(ReferenceMode::kStaged),
+                                       layer.Run(ReferenceMode::kFloat64));
+    // Uniform rounding to 3 bits of mantissa is 2.6 % of a value, twice, and
+    // passes through the activation.
+    EXPECT_GT(error, 0.01);
+    EXPECT_LT(error, 0.12);
+  }
+}
+
+TEST(NpkReferenceTest, TheLimitClamps) {
+  const Layer ten(NpkBoundary::kCoupled, 3, "10");
+  const Layer none(NpkBoundary::kCoupled, 3, "inf");
+  const Layer tight(NpkBoundary::kCoupled, 3, "0.5");
+  const auto ten_out = ten.Run(ReferenceMode::kFloat64);
+  EXPECT_LT(RelativeError(none.Run(ReferenceMode::kFloat64), none.Dense()),
+            1e-5);
+  EXPECT_LT(RelativeError(tight.Run(ReferenceMode::kFloat64), tight.Dense()),
+            1e-5);
+  EXPECT_GT(RelativeError(tight.Run(ReferenceMode::kFloat64), ten_out), 0.1);
+}
+
+TEST(NpkReferenceTest, InactiveRoutesGiveNothingAndMapsAreFollowed) {
+  Layer layer(NpkBoundary::kCoupled);
+  const auto h = static_cast<size_t>(layer.hidden());
+  const auto out = layer.Run(ReferenceMode::kStaged);
+  for (size_t c = 0; c < h; ++c) EXPECT_EQ(out[3 * h + c], 0);
+
+  // Global ids through a map to the same experts.
+  const std::vector<int32_t> map = {2, -1, 0, 1};
+  const std::vector<int32_t> local = layer.ids;
+  for (int32_t& id : layer.ids) {
+    id = id == 0 ? 2 : id == 1 ? 3 : id == 2 ? 0 : id == 3 ? 1 : id;
+  }
+  std::vector<int64_t> rows(kTokens);
+  std::iota(rows.begin(), rows.end(), 0);
+  std::vector<double> mapped(out.size());
+  const std::string file = testing::NpkBytes(
+      layer.metadata(), testing::RandomNpkTensors(layer.metadata(), 1));
+  ASSERT_OK_AND_ASSIGN(
+      const NpkSidecar sidecar,
+      NpkSidecar::Parse(
+          {reinterpret_cast<const uint8_t*>(file.data()), file.size()}));
+  NpkProblem problem = layer.Problem(&sidecar);
+  problem.expert_map = map.data();
+  problem.expert_map_size = 4;
+  NpkReferenceRows(problem, rows, ReferenceMode::kStaged, mapped.data());
+  layer.ids = local;
+  NpkProblem plain = layer.Problem(&sidecar);
+  std::vector<double> expected(out.size());
+  NpkReferenceRows(plain, rows, ReferenceMode::kStaged, expected.data());
+  EXPECT_EQ(mapped, expected);
+}
+
+TEST(NpkReferenceTest, RowsAreThoseThatWereAskedFor) {
+  const Layer layer(NpkBoundary::kCoupled);
+  const std::string file = testing::NpkBytes(
+      layer.metadata(), testing::RandomNpkTensors(layer.metadata(), 1));
+  ASSERT_OK_AND_ASSIGN(
+      const NpkSidecar sidecar,
+      NpkSidecar::Parse(
+          {reinterpret_cast<const uint8_t*>(file.data()), file.size()}));
+  const auto h = static_cast<size_t>(layer.hidden());
+  std::vector<double> all(5 * h);
+  std::vector<double> some(2 * h);
+  const std::vector<int64_t> every = {0, 1, 2, 3, 4};
+  const std::vector<int64_t> two = {4, 1};
+  NpkReferenceRows(layer.Problem(&sidecar), every, ReferenceMode::kStaged,
+                   all.data());
+  NpkReferenceRows(layer.Problem(&sidecar), two, ReferenceMode::kStaged,
+                   some.data());
+  EXPECT_TRUE(std::equal(some.begin(), some.begin() + static_cast<long>(h),
+                         all.begin() + static_cast<long>(4 * h)));
+  EXPECT_TRUE(std::equal(some.begin() + static_cast<long>(h), some.end(),
+                         all.begin() + static_cast<long>(h)));
+}
+
+}  // namespace
+}  // namespace kiln

@@ -1,0 +1,171 @@
+#include "tools/cmd_encode.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "compiler/base/status_macros.h"
+#include "templates/formats/encoder_checkpoint.h"
+#include "templates/formats/npk_checkpoint.h"
+
+namespace kiln {
+namespace {
+
+absl::StatusOr<Bits> ParseBits(const std::string& text) {
+  std::vector<int> numbers;
+  for (const absl::string_view part : absl::StrSplit(text, ',')) {
+    int number = 0;
+    if (!absl::SimpleAtoi(part, &number) || number < 1 || number > 8) {
+      numbers.clear();
+      break;
+    }
+    numbers.push_back(number);
+  }
+  if (numbers.size() == 1) numbers.resize(3, numbers[0]);
+  if (numbers.size() != 3) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--bits is \"", text, "\", must be a number within 1..8, ",
+                     "or three as in 4,4,5"));
+  }
+  return Bits{.gate = numbers[0], .up = numbers[1], .down = numbers[2]};
+}
+
+absl::StatusOr<Codebook> ParseCodebook(const std::string& text) {
+  for (const Codebook known :
+       {Codebook::k3Inst, Codebook::kMcg, Codebook::kMul1}) {
+    if (text == CodebookName(known)) return known;
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("--codebook is \"", text, "\", must be 3inst, mcg or mul1"));
+}
+
+// Tiles on stderr: a bar that redraws itself on a terminal, else a line for
+// every tenth.
+class EncodeBar {
+ public:
+  ~EncodeBar() { Clear(); }
+
+  void Update(uint64_t done, uint64_t total, const std::string& detail) {
+    const double elapsed = absl::ToDoubleSeconds(absl::Now() - begin_);
+    const std::string left =
+        done == total ? ""
+                      : absl::StrFormat(" ETA %.0fs",
+                                        elapsed / static_cast<double>(done) *
+                                            static_cast<double>(total - done));
+    if (!terminal_) {
+      const uint64_t tenth = done * 10 / total;
+      if (tenth == tenth_) return;
+      tenth_ = tenth;
+      std::fprintf(stderr, "encode %d0%%%s %s\n", static_cast<int>(tenth),
+                   left.c_str(), detail.c_str());
+      return;
+    }
+    // Often enough to look alive, rarely enough to cost nothing.
+    if (done != total && open_ && elapsed - drawn_ < 0.1) return;
+    drawn_ = elapsed;
+    constexpr uint64_t kWidth = 24;
+    const uint64_t filled = kWidth * done / total;
+    const std::string line = absl::StrCat("encode [", std::string(filled, '#'),
+                                          std::string(kWidth - filled, '.'),
+                                          "] ", done, "/", total, left);
+    std::fprintf(stderr, "\r\033[K%s", line.c_str());
+    std::fflush(stderr);
+    open_ = true;
+  }
+
+  void Clear() {
+    if (open_) std::fprintf(stderr, "\r\033[K");
+    open_ = false;
+  }
+
+ private:
+  const bool terminal_ = isatty(STDERR_FILENO) != 0;
+  const absl::Time begin_ = absl::Now();
+  uint64_t tenth_ = 0;
+  double drawn_ = 0;  // seconds after the beginning
+  bool open_ = false;
+};
+
+}  // namespace
+
+absl::StatusOr<int> RunEncode(const GlobalOptions& global,
+                              const EncodeCommand& command) {
+  const int threads =
+      command.threads != 0
+          ? command.threads
+          : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  EncodeBar bar;
+  const EncodeProgress progress = [&](uint64_t done, uint64_t total,
+                                      const std::string& detail) {
+    bar.Update(done, total, detail);
+  };
+  EncodedCheckpoint encoded;
+  if (command.format == "exl3") {
+    EncodeOptions options;
+    ASSIGN_OR_RETURN(options.bits, ParseBits(command.bits));
+    ASSIGN_OR_RETURN(options.codebook, ParseCodebook(command.codebook));
+    options.seed = command.seed;
+    options.threads = threads;
+    options.progress = progress;
+    ASSIGN_OR_RETURN(
+        encoded, EncodeCheckpoint(command.checkpoint, command.output, options));
+  } else if (command.format == "npk1") {
+    NpkCheckpointOptions options;
+    if (!absl::SimpleAtoi(command.bits, &options.bits) || options.bits < 2 ||
+        options.bits > 5) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--bits is \"", command.bits,
+                       "\", must be a number within 2..5 for npk1"));
+    }
+    if (command.boundary != "coupled" && command.boundary != "identity") {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--boundary is \"", command.boundary,
+                       "\", must be coupled or identity"));
+    }
+    options.boundary = command.boundary == "coupled" ? NpkBoundary::kCoupled
+                                                     : NpkBoundary::kIdentity;
+    options.ranks = command.tensor_parallel;
+    options.limit = command.limit;
+    options.seed = command.seed;
+    options.threads = threads;
+    options.progress = progress;
+    ASSIGN_OR_RETURN(encoded, EncodeNpkCheckpoint(command.checkpoint,
+                                                  command.output, options));
+  } else {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--format is \"", command.format, "\", must be exl3 or npk1"));
+  }
+  bar.Clear();
+  if (global.json) {
+    nlohmann::ordered_json out;
+    out["folder"] = command.output;
+    out["bytes"] = encoded.bytes;
+    out["matrices"] = encoded.matrices;
+    out["weights"] = encoded.weights;
+    out["relative_error"] = encoded.relative_error;
+    out["worst"] = encoded.worst;
+    out["worst_relative_error"] = encoded.worst_error;
+    PrintJson(out, 1);
+    return kExitDone;
+  }
+  std::printf(
+      "%s  %s  %llu matrices  squared error %.4g of the weights' energy, at "
+      "most %.4g (%s)\n",
+      command.output.c_str(), FormatBytes(encoded.bytes).c_str(),
+      static_cast<unsigned long long>(encoded.matrices), encoded.relative_error,
+      encoded.worst_error, encoded.worst.c_str());
+  return kExitDone;
+}
+
+}  // namespace kiln
