@@ -220,7 +220,8 @@ kiln_status_t LaunchCuda(const Modules& modules, const LoadedPlan& plan,
           arguments.stream,
           &attribute,
           1};
-      result = driver->launch_kernel_ex(&config, step.function, nullptr, packed);
+      result =
+          driver->launch_kernel_ex(&config, step.function, nullptr, packed);
     } else {
       result = driver->launch_kernel(
           step.function, grid[0], grid[1], grid[2], threads[0], threads[1],

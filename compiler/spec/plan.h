@@ -155,9 +155,9 @@ struct PlanBody {
   // Largest relative Frobenius error per row against the float64 oracle.
   double tolerance = 0;
   bool deterministic = true;
-  // CUDA, sm_90 and later: every step but the first is launched with programmatic
-  // stream serialization. It may start before the step in front of it has ended
-  // and waits itself before it reads what that one writes.
+  // CUDA, sm_90 and later: steps but the first are launched with programmatic
+  // stream serialization. One may start before the step in front of it has
+  // ended, and waits itself before it reads what that one writes.
   bool overlapped = false;
   // CPU only: threads that share the blocks of a step; 0 on the GPU.
   uint32_t cpu_threads = 0;

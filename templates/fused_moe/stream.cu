@@ -114,7 +114,11 @@ __device__ __forceinline__ u32 SharedAddress(const void* p) {
 // ---- launches and clusters -------------------------------------------------
 
 #if __CUDA_ARCH__ >= 900
+#if KILN_CLUSTER > 1
 #define KILN_STREAM_CLUSTER __cluster_dims__(KILN_CLUSTER, 1, 1)
+#else
+#define KILN_STREAM_CLUSTER
+#endif
 
 // The next kernel may start; it waits before it reads what this one wrote.
 __device__ __forceinline__ void LetNextStart() {
