@@ -1,11 +1,13 @@
 // kernel_mutants: wrong kernels, made from the templates, before the verifier.
 //
 //   kernel_mutants [--backend cpu|cuda] [--target TARGET] [--rule TEXT]
-//       [--spread N] [--jobs N] [--list | --compile-only] [--verbose]
+//       [--spread N] [--jobs N] [--seconds N] [--list | --compile-only]
+//       [--verbose]
 //
 // --rule: only mutants whose name contains TEXT. --spread: N mutants at most,
-// spread over all rules. Exit status: 0 every mutant is caught, 1 some are not,
-// 77 this machine cannot run them.
+// spread over all rules. --seconds: a mutant that takes longer never ends and
+// is caught. Exit status: 0 every mutant is caught, 1 some are not, 77 this
+// machine cannot run them.
 
 #include <cstdio>
 #include <cstdlib>
@@ -34,6 +36,7 @@ struct Options {
   std::string rule;
   size_t spread = 0;
   int jobs = 2;
+  int seconds = 60;
   bool list = false;
   bool compile_only = false;
   bool verbose = false;
@@ -138,7 +141,7 @@ absl::Status Face(const MutantSuite& suite, const MutantRequest& request,
   if (!options.compile_only) {
     VerdictOptions verdict_options;
     verdict_options.jobs = options.jobs;
-    if (options.backend == "cuda") verdict_options.seconds_max = 20;
+    verdict_options.seconds_max = options.seconds;
     const absl::StatusOr<std::vector<Verdict>> verdicts =
         Judge(suite, request, candidates, verdict_options);
     if (!verdicts.ok()) return verdicts.status();
@@ -221,8 +224,14 @@ int Run(const Options& options) {
     std::fprintf(stderr, "skipped: no GPU\n");
     return kSkipped;
   }
+  absl::StatusOr<std::vector<Mutant>> mutants = AllMutants(*suite);
+  if (!mutants.ok()) {
+    std::fprintf(stderr, "error: %s\n",
+                 std::string(mutants.status().message()).c_str());
+    return 1;
+  }
   std::vector<Subject> subjects;
-  for (Mutant& mutant : AllMutants(*suite)) {
+  for (Mutant& mutant : *mutants) {
     Subject subject;
     subject.mutant = std::move(mutant);
     if (absl::StrContains(subject.mutant.Name(), options.rule)) {
@@ -293,6 +302,10 @@ int Main(int argc, char** argv) {
     } else if (flag == "--spread" && absl::SimpleAtoi(value, &number) &&
                number > 0) {
       options.spread = static_cast<size_t>(number);
+      ++i;
+    } else if (flag == "--seconds" && absl::SimpleAtoi(value, &number) &&
+               number > 0) {
+      options.seconds = number;
       ++i;
     } else if (flag == "--jobs" && absl::SimpleAtoi(value, &number) &&
                number > 0) {

@@ -7,7 +7,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
+#include <set>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -58,7 +59,7 @@ std::vector<SourceUnit> UnitsOf(const MutantSuite& suite,
   for (SourceUnit& unit : units) {
     if (unit.name == mutant->rule->file) {
       // The text is a prelude and the file.
-      const std::string& file = std::string(TemplateText(unit.name));
+      const std::string& file = TemplateText(unit.name);
       const size_t at = unit.text.size() - file.size();
       KILN_CHECK(unit.text.substr(at) == file);
       unit.text.replace(at, file.size(), mutant->text);
@@ -77,8 +78,10 @@ absl::StatusOr<std::unique_ptr<Device>> OpenDevice(const MutantSuite& suite) {
 }
 
 // Runs inside the child: the verdict as "+reason", "-" or "!error".
+//   bench: the request's, or null: opens a device of its own.
+//   threads: for the oracle.
 std::string JudgeHere(const MutantSuite& suite, const MutantRequest& request,
-                      const Programs& programs, OpBench* bench) {
+                      const Programs& programs, OpBench* bench, int threads) {
   const auto judge = [&]() -> absl::StatusOr<VerifyResult> {
     std::unique_ptr<Device> device;
     std::unique_ptr<OpBench> own;
@@ -103,7 +106,7 @@ std::string JudgeHere(const MutantSuite& suite, const MutantRequest& request,
                      LoadedPlan::Load(bench->device(), request.geometry,
                                       request.capacity, body, loaded));
     RETURN_IF_ERROR(bench->Reserve(request.capacity, body.arena.bytes));
-    return Verify(bench, plan, body, VerifyCases(interval), 1);
+    return Verify(bench, plan, body, VerifyCases(interval), threads);
   };
   const absl::StatusOr<VerifyResult> result = judge();
   if (!result.ok()) {
@@ -311,15 +314,26 @@ bool HasGpu() {
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
-std::vector<Mutant> AllMutants(const MutantSuite& suite) {
+absl::StatusOr<std::vector<Mutant>> AllMutants(const MutantSuite& suite) {
   std::vector<Mutant> all;
-  std::map<std::string, std::string> files;
-  for (const MutationRule& rule : suite.rules) files[rule.file];
-  for (auto& [file, text] : files) {
-    text = std::string(TemplateText(file));
-    for (Mutant& mutant : MakeMutants(file, text, suite.rules)) {
+  std::set<const MutationRule*> used;
+  std::set<std::string> files;
+  for (const MutationRule& rule : suite.rules) files.insert(rule.file);
+  for (const std::string& file : files) {
+    // Two rules may make the same change.
+    std::set<std::string> texts;
+    for (Mutant& mutant : MakeMutants(file, TemplateText(file), suite.rules)) {
+      used.insert(mutant.rule);
+      if (!texts.insert(mutant.text).second) continue;
       all.push_back(std::move(mutant));
     }
+  }
+  for (const MutationRule& rule : suite.rules) {
+    if (used.contains(&rule)) continue;
+    return absl::NotFoundError(absl::StrCat(
+        "rule \"", rule.rule, "\": `", rule.find, "` is nowhere in ", rule.file,
+        rule.scope[0] == '\0' ? "" : " in ", rule.scope,
+        "; the template has changed, so must the rule"));
   }
   // In the order of the table.
   std::stable_sort(
@@ -383,9 +397,10 @@ absl::StatusOr<std::vector<Verdict>> Judge(
     }
   }
   Children children(options, &verdicts);
+  const int threads = candidates.size() == 1 ? options.jobs : 1;
   for (size_t i = 0; i < candidates.size(); ++i) {
     children.Start(i, [&] {
-      return JudgeHere(suite, request, *candidates[i], bench.get());
+      return JudgeHere(suite, request, *candidates[i], bench.get(), threads);
     });
   }
   children.Finish();

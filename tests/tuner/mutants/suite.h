@@ -45,8 +45,9 @@ absl::StatusOr<MutantSuite> CpuSuite(const std::string& cc_cpu);
 // For `target`, of a device that need not be here; Judge uses the first one.
 absl::StatusOr<MutantSuite> CudaSuite(const std::string& target);
 
-// All mutants of a suite.
-std::vector<Mutant> AllMutants(const MutantSuite& suite);
+// All mutants of a suite, no two with the same text, in the order of the rules.
+//   Errors: NotFound, naming a rule that applies nowhere.
+absl::StatusOr<std::vector<Mutant>> AllMutants(const MutantSuite& suite);
 
 // Programs by candidate and unit, or why a unit does not compile.
 using Programs = std::vector<absl::StatusOr<std::shared_ptr<const Program>>>;
