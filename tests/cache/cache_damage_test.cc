@@ -128,14 +128,25 @@ class CacheDamageTest : public ::testing::Test {
   std::string whole_;
 };
 
-TEST_F(CacheDamageTest, NoFlippedByteGivesAWrongValue) {
+// Tests that share the bytes, so that they can run side by side.
+constexpr size_t kParts = 4;
+
+class CacheFlipTest : public CacheDamageTest,
+                      public ::testing::WithParamInterface<size_t> {};
+
+INSTANTIATE_TEST_SUITE_P(Parts, CacheFlipTest,
+                         ::testing::Range(size_t{0}, kParts));
+
+TEST_P(CacheFlipTest, NoFlippedByteGivesAWrongValue) {
   constexpr int kValues = kPrograms + kRejects + 2 * kPlans;
-  std::mt19937 random(20261);
+  std::mt19937 random(20261 + static_cast<uint32_t>(GetParam()));
   const size_t stride = FullTest() ? 1 : 173;
   int opened = 0, refused = 0, seen = 0, unseen = 0, repaired = 0;
-  // The header and the schema page in full, the rest in steps.
+  // The header in full, the rest in steps.
+  size_t turn = 0;
   for (size_t offset = 0; offset < whole_.size();
        offset += offset < 128 ? 1 : stride) {
+    if (turn++ % kParts != GetParam()) continue;
     SCOPED_TRACE(absl::StrCat("offset ", offset));
     std::string bytes = whole_;
     const auto flip = static_cast<char>(1 + random() % 255);
@@ -205,7 +216,7 @@ TEST_F(CacheDamageTest, NoFlippedByteGivesAWrongValue) {
   std::cout << "opened " << opened << ", refused " << refused << ", seen "
             << seen << ", in unused bytes " << unseen << ", repaired "
             << repaired << "\n";
-  EXPECT_GT(seen, 50);
+  EXPECT_GT(seen, 10);
   EXPECT_EQ(repaired, seen);
 }
 

@@ -158,8 +158,8 @@ int Open(const char* path, int flags, mode_t mode) {
     return Failed(error);
   }
   const int fd = __real_open64(path, flags, mode);
-  if (fd < 0) return fd;
   if (state.fault == Fault::kTear && state.calls == state.nth) Die();
+  if (fd < 0) return fd;
   struct stat info;
   if (fstat(fd, &info) != 0) return fd;
   Watched& file = state.files[fd];
@@ -414,8 +414,8 @@ int __wrap_mkdir(const char* path, mode_t mode) {
   if (!IsWatched(state, path)) return __real_mkdir(path, mode);
   if (const int error = Fails(&state, true); error != 0) return Failed(error);
   const int result = __real_mkdir(path, mode);
+  if (state.fault == Fault::kTear && state.calls == state.nth) Die();
   if (result == 0) {
-    if (state.fault == Fault::kTear && state.calls == state.nth) Die();
     Record(&state, {.kind = DiskEvent::Kind::kMakeFolder, .path = path});
   }
   return result;

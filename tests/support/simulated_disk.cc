@@ -73,7 +73,11 @@ std::string AfterCut(const std::string& synced,
             &sector);
     const size_t here =
         seed <= 2 ? cut : Survivors(seed, pending.size(), random);
-    for (size_t i = 0; i < here; ++i) ApplyTo(pending[i], begin, &sector);
+    for (size_t i = 0; i < pending.size(); ++i) {
+      // A truncation is one with the size: it does not touch single sectors.
+      const size_t kept = pending[i].kind == Kind::kTruncate ? cut : here;
+      if (i < kept) ApplyTo(pending[i], begin, &sector);
+    }
     if (seed > 2 && here > 0 && (*random)() % kGarbageOneIn == 0 &&
         pending[here - 1].kind == Kind::kWrite) {
       DiskEvent garbage = pending[here - 1];

@@ -3,10 +3,10 @@
 //
 // Of writes since a file's last sync, each sector of 512 bytes holds what it
 // held at any time since then, or, where it was being written, garbage; the
-// size of the file may be that of any time since then. A new name, a rename or
-// an unlink is there or not, unless its folder was synced. This is the model
-// that SQLite is tested with: no more is expected of a disk than that a sync
-// that returned is kept, and that bytes which nobody writes stay.
+// size of the file may be that of any time since then, as a whole. A new name,
+// a rename or an unlink is there or not, unless its folder was synced. This is
+// the model that SQLite is tested with: no more is expected of a disk than that
+// a sync that returned is kept, and that bytes which nobody writes stay.
 
 #ifndef KILN_TESTS_SUPPORT_SIMULATED_DISK_H_
 #define KILN_TESTS_SUPPORT_SIMULATED_DISK_H_

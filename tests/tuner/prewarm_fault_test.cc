@@ -33,6 +33,7 @@
 #include "tests/support/status_matchers.h"
 #include "tests/tuner/cpu_programs.h"
 #include "tuner/prewarm.h"
+#include "tuner/race_worker.h"
 
 namespace kiln {
 namespace {
@@ -132,14 +133,7 @@ PrewarmOptions SmallOptions() {
   options.candidates_max = kCandidates;
   options.jobs = 1;
   options.race_seconds_max = 0.01;
-  options.race_worker = std::string(std::getenv("KILN_BIN_DIR")) + "/kiln";
   return options;
-}
-
-std::string WhyNotHere() {
-  const std::string kiln = SmallOptions().race_worker;
-  if (access(kiln.c_str(), X_OK) != 0) return kiln + " is not built";
-  return WhyNoCcCpu();
 }
 
 // What one run in a child came to.
@@ -157,7 +151,7 @@ class PrewarmFaultTest : public ::testing::TestWithParam<Fault> {
  protected:
   // Compiles the candidates of the manifest once.
   static void SetUpTestSuite() {
-    if (!WhyNotHere().empty()) return;
+    if (!WhyNoCcCpu().empty()) return;
     programs_ = new ScratchFolder;
     absl::StatusOr<PlanCache> cache = PlanCache::Open("", CacheMode::kOff);
     ASSERT_OK(cache);
@@ -191,7 +185,7 @@ class PrewarmFaultTest : public ::testing::TestWithParam<Fault> {
   }
 
   void SetUp() override {
-    if (const std::string why = WhyNotHere(); !why.empty()) GTEST_SKIP() << why;
+    if (const std::string why = WhyNoCcCpu(); !why.empty()) GTEST_SKIP() << why;
     ASSERT_NE(programs_, nullptr);
   }
 
@@ -382,6 +376,9 @@ int main(int argc, char** argv) {
         [&]() -> absl::StatusOr<std::unique_ptr<kiln::WorkerCompiler>> {
           return std::make_unique<kiln::ReplayCompiler>(argv[2], argv[3]);
         });
+  }
+  if (argc > 1 && std::strcmp(argv[1], kiln::kRaceWorkerVerb) == 0) {
+    return kiln::RaceWorkerMain(argc, argv);
   }
   ::testing::InitGoogleTest(&argc, argv);
   if (access("/dev/shm", W_OK) == 0) setenv("TMPDIR", "/dev/shm", 0);
