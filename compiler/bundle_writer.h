@@ -6,6 +6,7 @@
 #define KILN_COMPILER_BUNDLE_WRITER_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "compiler/base/digest.h"
+#include "compiler/spec/buffer_fill.h"
 #include "compiler/spec/plan.h"
 #include "compiler/spec/program.h"
 #include "compiler/spec/request.h"
@@ -27,6 +29,12 @@ struct BundleEntry {
   // In any order; their intervals must cover 1..capacity without gap or
   // overlap, where capacity is the largest m_max.
   std::vector<Plan> plans;
+  // The buffers of the parameter block, one for each slot; empty where nobody
+  // described them. All plans of the entry then have as many parameters.
+  std::vector<BufferFill> buffers = {};
+  // Digests of golden replay (runtime/bundle_format.md), by interval; only of
+  // measured, deterministic plans of an entry with `buffers`.
+  std::map<Interval, Digest> golden = {};
 };
 
 struct BundleSection {

@@ -1,4 +1,4 @@
-/* bundle_format.h: the bytes of a frozen bundle, format version 1.
+/* bundle_format.h: the bytes of a frozen bundle, format version 2.
  *
  * Layout. Little-endian; offsets count from the start of the file; the parts
  * follow each other in this order without gaps, except for zero bytes that
@@ -12,8 +12,8 @@
  *                     kernel parameters  8             8
  *                     entries            48            8
  *                     attributes         16            8
- *                     plans              160           8
- *                     parameters         32            8
+ *                     plans              168           8
+ *                     parameters         72            8
  *                     arena slices       24            8
  *                     steps              112           8
  *                     arguments          16            8
@@ -61,7 +61,7 @@ extern "C" {
 #define KILN_FORMAT_MAGIC "\x89KILN\r\n\x1a"
 #define KILN_FORMAT_MAGIC_BYTES 8
 
-#define KILN_FORMAT_VERSION 1u
+#define KILN_FORMAT_VERSION 2u
 
 #define KILN_FORMAT_BINARY_ALIGNMENT 64u
 #define KILN_FORMAT_ARENA_ALIGNMENT 256u
@@ -95,7 +95,8 @@ extern "C" {
 /* Values. */
 #define KILN_FORMAT_ARG_BLOCK_BYTES_MAX 4096u /* one kernel's parameters */
 #define KILN_FORMAT_ARENA_BYTES_MAX (UINT64_C(1) << 40)
-#define KILN_FORMAT_TOKENS_MAX (1u << 30) /* largest capacity */
+#define KILN_FORMAT_PARAM_BYTES_MAX (UINT64_C(1) << 40) /* at m_max */
+#define KILN_FORMAT_TOKENS_MAX (1u << 30)               /* largest capacity */
 #define KILN_FORMAT_GRID_X_MAX 2147483647u
 #define KILN_FORMAT_GRID_YZ_MAX 65535u
 #define KILN_FORMAT_BLOCK_THREADS_MAX 1024u
@@ -116,6 +117,14 @@ enum {
   KILN_FORMAT_ARG_TOKENS = 3, /* 4 bytes: live m; value is 0 */
   KILN_FORMAT_ARG_U32 = 4,    /* 4 bytes: value */
   KILN_FORMAT_ARG_U64 = 5     /* 8 bytes: value */
+};
+
+/* What golden replay puts into each element of a buffer. `random` is
+ * kiln_golden_random of the slot and the element's index. */
+enum {
+  KILN_FORMAT_FILL_NONE = 0,   /* outputs, and inputs that nobody described */
+  KILN_FORMAT_FILL_WORDS = 1,  /* (random & fill_a) | fill_b */
+  KILN_FORMAT_FILL_INDICES = 2 /* random mod fill_a; fill_b is 0 */
 };
 
 /* The tables of kiln_format_header_t::tables, in file order. */
@@ -250,17 +259,27 @@ typedef struct kiln_format_plan_t {
   /* 1, CUDA only: steps behind the first are launched with programmatic stream
    * serialization. */
   uint32_t overlapped;
-  uint32_t reserved0;   /* 0 */
-  uint64_t reserved[3]; /* 0 */
+  uint32_t reserved; /* 0 */
+  /* Golden replay: SHA-256 over the plan's outputs on golden inputs, computed
+   * on a device when the bundle was frozen; 0: none. Only of a plan that was
+   * measured, is deterministic, and whose every parameter has a size. */
+  uint8_t golden[32];
 } kiln_format_plan_t;
 
-/* One 8-byte slot of the caller's parameter block. */
+/* One 8-byte slot of the caller's parameter block: a pointer to a buffer of
+ * bytes + bytes_per_token * m bytes. */
 typedef struct kiln_format_param_t {
   kiln_format_text_t name;
   kiln_format_text_t dtype;
   kiln_format_text_t shape;
-  uint32_t output; /* 1: written by the plan */
-  uint32_t reserved;
+  uint32_t output;        /* 1: written by the plan */
+  uint32_t fill;          /* KILN_FORMAT_FILL_* */
+  uint32_t element_bytes; /* 1, 2, 4 or 8; 0: no size declared */
+  uint32_t reserved;      /* 0 */
+  uint64_t bytes;         /* both sizes: multiples of element_bytes */
+  uint64_t bytes_per_token;
+  uint64_t fill_a; /* both fit an element */
+  uint64_t fill_b;
 } kiln_format_param_t;
 
 /* Ascending offsets, multiples of 256, no overlap. */
@@ -315,14 +334,16 @@ KILN_FORMAT_ASSERT_(sizeof(kiln_format_kernel_param_t) == 8);
 KILN_FORMAT_ASSERT_(sizeof(kiln_format_entry_t) == 48);
 KILN_FORMAT_ASSERT_(offsetof(kiln_format_entry_t, attributes) == 32);
 KILN_FORMAT_ASSERT_(sizeof(kiln_format_attribute_t) == 16);
-KILN_FORMAT_ASSERT_(sizeof(kiln_format_plan_t) == 160);
+KILN_FORMAT_ASSERT_(sizeof(kiln_format_plan_t) == 168);
 KILN_FORMAT_ASSERT_(offsetof(kiln_format_plan_t, params) == 16);
 KILN_FORMAT_ASSERT_(offsetof(kiln_format_plan_t, flags) == 40);
 KILN_FORMAT_ASSERT_(offsetof(kiln_format_plan_t, template_name) == 56);
 KILN_FORMAT_ASSERT_(offsetof(kiln_format_plan_t, tolerance) == 80);
 KILN_FORMAT_ASSERT_(offsetof(kiln_format_plan_t, samples) == 120);
 KILN_FORMAT_ASSERT_(offsetof(kiln_format_plan_t, overlapped) == 128);
-KILN_FORMAT_ASSERT_(sizeof(kiln_format_param_t) == 32);
+KILN_FORMAT_ASSERT_(offsetof(kiln_format_plan_t, golden) == 136);
+KILN_FORMAT_ASSERT_(sizeof(kiln_format_param_t) == 72);
+KILN_FORMAT_ASSERT_(offsetof(kiln_format_param_t, bytes) == 40);
 KILN_FORMAT_ASSERT_(sizeof(kiln_format_slice_t) == 24);
 KILN_FORMAT_ASSERT_(sizeof(kiln_format_term_t) == 12);
 KILN_FORMAT_ASSERT_(sizeof(kiln_format_step_t) == 112);
@@ -342,6 +363,23 @@ KILN_FORMAT_ASSERT_(sizeof(kiln_format_arg_t) == 16);
  * Defined in bundle_root.cc; allocates nothing. */
 #define KILN_FORMAT_LEAF_BYTES 65536u
 void kiln_bundle_root(const void* data, size_t bytes, uint8_t* root);
+
+/* Golden replay: a plan runs once with the m in the middle of its interval, on
+ * inputs that follow from slot and element alone. */
+static inline uint32_t kiln_golden_tokens(uint32_t m_min, uint32_t m_max) {
+  return m_min + (m_max - m_min) / 2;
+}
+
+/* Element `index` of parameter slot `slot`, both from 0. A counter passed
+ * through the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast splittable
+ * pseudorandom number generators", OOPSLA 2014). */
+static inline uint64_t kiln_golden_random(uint32_t slot, uint64_t index) {
+  uint64_t z = (index + 1) * UINT64_C(0x9E3779B97F4A7C15) +
+               (slot + UINT64_C(1)) * UINT64_C(0xD1B54A32D192ED03);
+  z = (z ^ (z >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+  z = (z ^ (z >> 27)) * UINT64_C(0x94D049BB133111EB);
+  return z ^ (z >> 31);
+}
 
 #ifdef __cplusplus
 } /* extern "C" */

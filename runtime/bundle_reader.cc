@@ -345,9 +345,7 @@ class Verifier {
     if (!NameOk(plan.template_name) || !NameOk(plan.label) ||
         !TextOk(plan.numerics_class) || (plan.flags & ~kFlags) != 0 ||
         plan.deterministic > 1 || plan.overlapped > (cpu ? 0u : 1u) ||
-        plan.reserved0 != 0 ||
-        !AllZero(reinterpret_cast<const uint8_t*>(plan.reserved),
-                 sizeof(plan.reserved))) {
+        plan.reserved != 0) {
       return Bad(kTable, index) << "bad text, flags or reserved field";
     }
     if (!IsMeasure(plan.tolerance) || !IsMeasure(plan.median_ns) ||
@@ -376,12 +374,24 @@ class Verifier {
       return Bad(kTable, index) << "bad parameter, slice or step range";
     }
     section_flags_ |= plan.flags;
+    bool replayable = true;
+    bool outputs = false;
     for (uint32_t p = 0; p < plan.params.count; ++p) {
       const kiln_format_param_t& param = v_.params[plan.params.first + p];
       if (!NameOk(param.name) || !TextOk(param.dtype) || !TextOk(param.shape) ||
-          param.output > 1 || param.reserved != 0) {
+          param.output > 1 || param.reserved != 0 ||
+          !BufferOk(param, plan.m_max)) {
         return Bad(kTable, index) << "parameter " << p << " is malformed";
       }
+      if (param.element_bytes == 0) replayable = false;
+      if (param.output != 0) outputs = true;
+    }
+    if (!AllZero(plan.golden, sizeof(plan.golden)) &&
+        !(replayable && outputs && plan.deterministic != 0 &&
+          (plan.flags & KILN_FORMAT_FLAG_PREDICTED) == 0)) {
+      return Bad(kTable, index)
+             << "has a golden digest, but was never run, does not repeat "
+                "itself, or does not declare its buffers";
     }
     uint64_t end = 0;
     for (uint32_t s = 0; s < plan.slices.count; ++s) {
@@ -401,6 +411,39 @@ class Verifier {
       if (status != KILN_STATUS_OK) return status;
     }
     return KILN_STATUS_OK;
+  }
+
+  // Size and fill of a parameter's buffer: one encoding for each meaning.
+  static bool BufferOk(const kiln_format_param_t& param, uint32_t m_max) {
+    const uint32_t element = param.element_bytes;
+    if (element == 0) {
+      return param.fill == KILN_FORMAT_FILL_NONE && param.bytes == 0 &&
+             param.bytes_per_token == 0 && param.fill_a == 0 &&
+             param.fill_b == 0;
+    }
+    if (element != 1 && element != 2 && element != 4 && element != 8) {
+      return false;
+    }
+    constexpr uint64_t kMax = KILN_FORMAT_PARAM_BYTES_MAX;
+    if (param.bytes % element != 0 || param.bytes_per_token % element != 0 ||
+        param.bytes > kMax || param.bytes_per_token > kMax / m_max ||
+        param.bytes + param.bytes_per_token * m_max > kMax ||
+        param.bytes + param.bytes_per_token == 0) {
+      return false;
+    }
+    const uint64_t largest = UINT64_MAX >> (64 - 8 * element);
+    switch (param.fill) {
+      case KILN_FORMAT_FILL_NONE:
+        return param.output != 0 && param.fill_a == 0 && param.fill_b == 0;
+      case KILN_FORMAT_FILL_WORDS:
+        return param.output == 0 && param.fill_a <= largest &&
+               param.fill_b <= largest && (param.fill_a & param.fill_b) == 0;
+      case KILN_FORMAT_FILL_INDICES:
+        return param.output == 0 && param.fill_a >= 1 &&
+               param.fill_a <= largest && param.fill_b == 0;
+      default:
+        return false;
+    }
   }
 
   static bool Inside(uint32_t index, kiln_format_range_t range) {
@@ -673,11 +716,6 @@ kiln_status_t CheckHeader(const uint8_t* data, size_t bytes,
   return KILN_STATUS_OK;
 }
 
-uint64_t EvaluateTerm(const kiln_format_term_t& term, uint64_t m) {
-  const uint64_t scaled = term.mul * m + term.add;
-  return scaled / term.div + (scaled % term.div != 0 ? 1 : 0);
-}
-
 template <typename T>
 const T* TableAt(const uint8_t* data, const kiln_format_header_t* header,
                  uint32_t table) {
@@ -685,12 +723,6 @@ const T* TableAt(const uint8_t* data, const kiln_format_header_t* header,
 }
 
 }  // namespace
-
-uint64_t EvaluateDim(const kiln_format_term_t* terms, uint64_t m) {
-  const uint64_t a = EvaluateTerm(terms[0], m);
-  const uint64_t b = EvaluateTerm(terms[1], m);
-  return a < b ? a : b;
-}
 
 uint32_t ArgBytes(uint32_t kind) {
   return kind == KILN_FORMAT_ARG_TOKENS || kind == KILN_FORMAT_ARG_U32 ? 4 : 8;

@@ -49,8 +49,21 @@ kiln_status_t VerifyBundle(const uint8_t* data, size_t bytes,
                            const uint8_t* expected_root, BundleView* view,
                            kiln_error_t* error);
 
-// ceil((mul * m + add) / div), then the smaller of the two terms.
-uint64_t EvaluateDim(const kiln_format_term_t* terms, uint64_t m);
+// ceil((mul * m + add) / div).
+inline uint64_t EvaluateTerm(const kiln_format_term_t& term, uint64_t m) {
+  const uint64_t scaled = term.mul * m + term.add;
+  // Most dimensions of a step are constants, and a division is the slowest
+  // thing that a launch computes.
+  if (term.div == 1) return scaled;
+  return scaled / term.div + (scaled % term.div != 0 ? 1 : 0);
+}
+
+// The smaller of the two terms.
+inline uint64_t EvaluateDim(const kiln_format_term_t* terms, uint64_t m) {
+  const uint64_t a = EvaluateTerm(terms[0], m);
+  const uint64_t b = EvaluateTerm(terms[1], m);
+  return a < b ? a : b;
+}
 
 // Bytes of one argument: 4 or 8.
 uint32_t ArgBytes(uint32_t kind);

@@ -14,45 +14,34 @@ struct Node {
   uint8_t digest[KILN_SHA256_BYTES];
 };
 
-Node Finish(kiln_sha256_t* hash) {
+// The first block of a leaf: its kind, then 63 bytes of the file. The root's
+// own place is in the first leaf's.
+constexpr size_t kHeadBytes = 63;
+static_assert(kRootEnd <= kHeadBytes &&
+              kHeadBytes < sizeof(kiln_format_header_t));
+
+void MakeHead(const uint8_t* leaf, bool first, uint8_t* head) {
+  head[0] = kLeaf;
+  memcpy(head + 1, leaf, kHeadBytes);
+  if (first) memset(head + 1 + kRootBegin, 0, KILN_SHA256_BYTES);
+}
+
+// A leaf that may be short; the first one has at least a header.
+Node HashLeaf(const uint8_t* leaf, size_t bytes, bool first) {
   Node node;
-  kiln_sha256_final(hash, node.digest);
+  if (bytes >= kHeadBytes) {
+    uint8_t head[1][64];
+    MakeHead(leaf, first, head[0]);
+    const void* tail = leaf + kHeadBytes;
+    kiln_sha256_many(head, &tail, bytes - kHeadBytes, 1, node.digest);
+    return node;
+  }
+  kiln_sha256_t hash;
+  kiln_sha256_init(&hash);
+  kiln_sha256_update(&hash, &kLeaf, 1);
+  kiln_sha256_update(&hash, leaf, bytes);
+  kiln_sha256_final(&hash, node.digest);
   return node;
-}
-
-void BeginLeaf(kiln_sha256_t* hash) {
-  kiln_sha256_init(hash);
-  kiln_sha256_update(hash, &kLeaf, 1);
-}
-
-// The first leaf holds the root's own place.
-Node HashFirstLeaf(const uint8_t* data, size_t bytes) {
-  static const uint8_t kZero[KILN_SHA256_BYTES] = {};
-  kiln_sha256_t hash;
-  BeginLeaf(&hash);
-  kiln_sha256_update(&hash, data, kRootBegin);
-  kiln_sha256_update(&hash, kZero, sizeof(kZero));
-  kiln_sha256_update(&hash, data + kRootEnd, bytes - kRootEnd);
-  return Finish(&hash);
-}
-
-Node HashLeaf(const uint8_t* data, size_t bytes) {
-  kiln_sha256_t hash;
-  BeginLeaf(&hash);
-  kiln_sha256_update(&hash, data, bytes);
-  return Finish(&hash);
-}
-
-// Two full leaves that follow each other.
-void HashLeaves(const uint8_t* data, Node* nodes) {
-  kiln_sha256_t first;
-  kiln_sha256_t second;
-  BeginLeaf(&first);
-  BeginLeaf(&second);
-  kiln_sha256_update_pair(&first, data, &second, data + KILN_FORMAT_LEAF_BYTES,
-                          KILN_FORMAT_LEAF_BYTES);
-  nodes[0] = Finish(&first);
-  nodes[1] = Finish(&second);
 }
 
 Node HashNode(const Node& left, const Node& right) {
@@ -86,19 +75,23 @@ extern "C" void kiln_bundle_root(const void* data, size_t bytes,
   };
   constexpr size_t kBytes = KILN_FORMAT_LEAF_BYTES;
   const uint8_t* in = static_cast<const uint8_t*>(data);
-  size_t at = bytes < kBytes ? bytes : kBytes;
-  push(HashFirstLeaf(in, at));
-  for (; bytes - at >= 2 * kBytes; at += 2 * kBytes) {
-    Node nodes[2];
-    HashLeaves(in + at, nodes);
-    push(nodes[0]);
-    push(nodes[1]);
+  size_t at = 0;
+  // Full leaves side by side.
+  while (bytes - at >= kBytes) {
+    constexpr size_t kAtOnce = 16;
+    const size_t full = (bytes - at) / kBytes;
+    const size_t take = full < kAtOnce ? full : kAtOnce;
+    uint8_t heads[kAtOnce][64];
+    const void* tails[kAtOnce];
+    Node nodes[kAtOnce];
+    for (size_t i = 0; i < take; ++i, at += kBytes) {
+      MakeHead(in + at, at == 0, heads[i]);
+      tails[i] = in + at + kHeadBytes;
+    }
+    kiln_sha256_many(heads, tails, kBytes - kHeadBytes, take, nodes[0].digest);
+    for (size_t i = 0; i < take; ++i) push(nodes[i]);
   }
-  while (at < bytes) {
-    const size_t take = bytes - at < kBytes ? bytes - at : kBytes;
-    push(HashLeaf(in + at, take));
-    at += take;
-  }
+  if (at < bytes) push(HashLeaf(in + at, bytes - at, at == 0));
   while (depth > 1) {
     stack[depth - 2] = HashNode(stack[depth - 2], stack[depth - 1]);
     --depth;

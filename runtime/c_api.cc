@@ -10,6 +10,7 @@
 #include "runtime/kiln.h"
 #include "runtime/launch.h"
 #include "runtime/module_set.h"
+#include "runtime/selftest.h"
 #include "runtime/status.h"
 
 namespace {
@@ -34,13 +35,14 @@ T* Handle(uint64_t value) {
   return reinterpret_cast<T*>(static_cast<uintptr_t>(value));
 }
 
-Failure Null(const char* what, kiln_error_t* error) {
+[[gnu::cold]] Failure Null(const char* what, kiln_error_t* error) {
   Failure failure(error, KILN_STATUS_INVALID_ARGUMENT);
   failure << what << " is null";
   return failure;
 }
 
-Failure Closed(const char* what, const void* handle, kiln_error_t* error) {
+[[gnu::cold]] Failure Closed(const char* what, const void* handle,
+                             kiln_error_t* error) {
   Failure failure(error, KILN_STATUS_CLOSED_HANDLE);
   failure << what
           << (handle == nullptr
@@ -329,6 +331,31 @@ kiln_status_t kiln_bundle_param(const kiln_bundle_t* bundle, uint32_t section,
   return walk.status();
 }
 
+kiln_status_t kiln_bundle_buffer(const kiln_bundle_t* bundle, uint32_t section,
+                                 uint32_t entry, uint32_t plan, uint32_t param,
+                                 kiln_buffer_info_t* info,
+                                 kiln_error_t* error) {
+  const kiln_status_t size = CheckSize(info, "kiln_buffer_info_t", error);
+  if (size != KILN_STATUS_OK) return size;
+  Walk walk(bundle, error);
+  const auto* owner = walk.Plan(section, entry, plan);
+  if (owner == nullptr) return walk.status();
+  const auto* record =
+      walk.At(walk.view().params, owner->params, param, "parameter");
+  if (record != nullptr) kiln::runtime::Describe(*record, info);
+  return walk.status();
+}
+
+kiln_status_t kiln_bundle_golden(const kiln_bundle_t* bundle, uint32_t section,
+                                 uint32_t entry, uint32_t plan, uint8_t* digest,
+                                 kiln_error_t* error) {
+  if (digest == nullptr) return Null("digest", error);
+  Walk walk(bundle, error);
+  const auto* record = walk.Plan(section, entry, plan);
+  if (record != nullptr) memcpy(digest, record->golden, sizeof(record->golden));
+  return walk.status();
+}
+
 kiln_status_t kiln_bundle_slice(const kiln_bundle_t* bundle, uint32_t section,
                                 uint32_t entry, uint32_t plan, uint32_t slice,
                                 kiln_slice_info_t* info, kiln_error_t* error) {
@@ -466,18 +493,48 @@ kiln_status_t kiln_modules_info(const kiln_modules_t* modules,
   return KILN_STATUS_OK;
 }
 
+kiln_status_t kiln_modules_selftest(const kiln_modules_t* modules,
+                                    const kiln_selftest_options_t* options,
+                                    kiln_selftest_result_t* result,
+                                    kiln_error_t* error) {
+  kiln_selftest_options_t checked = {};
+  if (options != nullptr) {
+    const kiln_status_t size =
+        CheckSize(options, "kiln_selftest_options_t", error);
+    if (size != KILN_STATUS_OK) return size;
+    if ((options->flags & ~uint32_t{KILN_SELFTEST_COMPUTE}) != 0) {
+      return Failure(error, KILN_STATUS_INVALID_ARGUMENT)
+             << "kiln_selftest_options_t has unknown flags " << options->flags;
+    }
+    checked = *options;
+  }
+  kiln_selftest_result_t unused = {};
+  if (result != nullptr) {
+    const kiln_status_t size =
+        CheckSize(result, "kiln_selftest_result_t", error);
+    if (size != KILN_STATUS_OK) return size;
+  }
+  const Modules* loaded = nullptr;
+  const kiln_status_t status = ResolveModules(modules, &loaded, error);
+  if (status != KILN_STATUS_OK) return status;
+  return kiln::runtime::RunSelftest(
+      *loaded, checked, result == nullptr ? &unused : result, error);
+}
+
 kiln_status_t kiln_entry_find(const kiln_modules_t* modules, const char* name,
                               uint64_t m, const kiln_entry_t** entry,
                               kiln_error_t* error) {
   if (name == nullptr || entry == nullptr) return Null("name or entry", error);
   const Modules* loaded = nullptr;
-  kiln_status_t status = ResolveModules(modules, &loaded, error);
+  const kiln_status_t status = ResolveModules(modules, &loaded, error);
   if (status != KILN_STATUS_OK) return status;
-  uint32_t plan = 0;
-  status = kiln::runtime::FindPlan(*loaded, name, m, &plan, error);
-  if (status != KILN_STATUS_OK) return status;
-  *entry = Handle<const kiln_entry_t>(
-      kiln::runtime::EntryHandle(Value(modules), plan));
+  const kiln::runtime::NameBucket* bucket =
+      kiln::runtime::FindName(*loaded, name);
+  if (bucket == nullptr || m > bucket->capacity) {
+    return kiln::runtime::RefuseFind(*loaded, bucket, name, m, error);
+  }
+  *entry = Handle<const kiln_entry_t>(kiln::runtime::EntryHandle(
+      Value(modules), kiln::runtime::PlanFor(*bucket, m)));
   return KILN_STATUS_OK;
 }
 

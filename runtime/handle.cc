@@ -2,47 +2,32 @@
 
 #include <pthread.h>
 
-#include <atomic>
-
 namespace kiln::runtime {
 namespace {
 
 constexpr uint64_t kGenerationMax = (uint64_t{1} << 28) - 1;
 
-struct Slot {
-  std::atomic<uint64_t> handle;  // 0 while free
-  std::atomic<void*> object;
-  uint64_t generation;  // last one issued; under the mutex
-};
-
-struct Table {
-  Slot slots[kHandleSlots];
-  uint32_t next;  // where the search for a free slot begins; under the mutex
-};
-
-// Zero is the initial state of every field, so neither needs a constructor.
-Table g_bundles;
-Table g_modules;
+// Where the search for a free slot begins, by table; under the mutex.
+uint32_t g_next_bundle;
+uint32_t g_next_modules;
 pthread_mutex_t g_mutex = PTHREAD_MUTEX_INITIALIZER;
-
-Table& TableOf(HandleKind kind) {
-  return kind == HandleKind::kBundle ? g_bundles : g_modules;
-}
-
-uint32_t SlotOf(uint64_t handle) {
-  return static_cast<uint32_t>(handle >> 24) % kHandleSlots;
-}
 
 }  // namespace
 
+// Zero is the initial state of every field, so neither needs a constructor.
+HandleSlot g_bundle_slots[kHandleSlots];
+HandleSlot g_modules_slots[kHandleSlots];
+
 uint64_t MakeHandle(HandleKind kind, void* object) {
-  Table& table = TableOf(kind);
+  const bool bundle = kind == HandleKind::kBundle;
+  HandleSlot* slots = bundle ? g_bundle_slots : g_modules_slots;
+  uint32_t& next = bundle ? g_next_bundle : g_next_modules;
   uint64_t handle = 0;
   pthread_mutex_lock(&g_mutex);
   for (uint32_t tried = 0; tried < kHandleSlots && handle == 0; ++tried) {
-    const uint32_t index = table.next;
-    table.next = (table.next + 1) % kHandleSlots;
-    Slot& slot = table.slots[index];
+    const uint32_t index = next;
+    next = (next + 1) % kHandleSlots;
+    HandleSlot& slot = slots[index];
     if (slot.handle.load(std::memory_order_relaxed) != 0 ||
         slot.generation == kGenerationMax) {
       continue;
@@ -57,18 +42,11 @@ uint64_t MakeHandle(HandleKind kind, void* object) {
   return handle;
 }
 
-void* ResolveHandle(HandleKind kind, uint64_t handle) {
-  if ((handle & 15) != static_cast<uint64_t>(kind)) return nullptr;
-  Slot& slot = TableOf(kind).slots[SlotOf(handle)];
-  if (slot.handle.load(std::memory_order_acquire) != handle) return nullptr;
-  return slot.object.load(std::memory_order_relaxed);
-}
-
 void* TakeHandle(HandleKind kind, uint64_t handle) {
   pthread_mutex_lock(&g_mutex);
   void* object = ResolveHandle(kind, handle);
   if (object != nullptr) {
-    Slot& slot = TableOf(kind).slots[SlotOf(handle)];
+    HandleSlot& slot = SlotOf(kind, handle);
     slot.handle.store(0, std::memory_order_release);
     slot.object.store(nullptr, std::memory_order_relaxed);
   }

@@ -13,6 +13,8 @@
 
 #include <stdint.h>
 
+#include <atomic>
+
 namespace kiln::runtime {
 
 enum class HandleKind : uint64_t { kBundle = 11, kModules = 13, kEntry = 14 };
@@ -23,8 +25,28 @@ inline constexpr uint32_t kHandleSlots = 4096;
 // Takes a slot for `object`. 0 if none is left.
 uint64_t MakeHandle(HandleKind kind, void* object);
 
+struct HandleSlot {
+  std::atomic<uint64_t> handle;  // 0 while free
+  std::atomic<void*> object;
+  uint64_t generation;  // last one issued; under the table's mutex
+};
+
+extern HandleSlot g_bundle_slots[kHandleSlots];
+extern HandleSlot g_modules_slots[kHandleSlots];
+
+inline HandleSlot& SlotOf(HandleKind kind, uint64_t handle) {
+  HandleSlot* slots =
+      kind == HandleKind::kBundle ? g_bundle_slots : g_modules_slots;
+  return slots[static_cast<uint32_t>(handle >> 24) % kHandleSlots];
+}
+
 // The live object, or null. `kind` is the kind the caller expects. Lock-free.
-void* ResolveHandle(HandleKind kind, uint64_t handle);
+inline void* ResolveHandle(HandleKind kind, uint64_t handle) {
+  if ((handle & 15) != static_cast<uint64_t>(kind)) return nullptr;
+  const HandleSlot& slot = SlotOf(kind, handle);
+  if (slot.handle.load(std::memory_order_acquire) != handle) return nullptr;
+  return slot.object.load(std::memory_order_relaxed);
+}
 
 // Ends the handle and returns its object; null if it was not live.
 void* TakeHandle(HandleKind kind, uint64_t handle);

@@ -15,6 +15,9 @@ static_assert(KILN_ARG_ARENA + 0 == KILN_FORMAT_ARG_ARENA + 0);
 static_assert(KILN_ARG_TOKENS + 0 == KILN_FORMAT_ARG_TOKENS + 0);
 static_assert(KILN_ARG_U32 + 0 == KILN_FORMAT_ARG_U32 + 0);
 static_assert(KILN_ARG_U64 + 0 == KILN_FORMAT_ARG_U64 + 0);
+static_assert(KILN_FILL_NONE + 0 == KILN_FORMAT_FILL_NONE + 0);
+static_assert(KILN_FILL_WORDS + 0 == KILN_FORMAT_FILL_WORDS + 0);
+static_assert(KILN_FILL_INDICES + 0 == KILN_FORMAT_FILL_INDICES + 0);
 
 void Describe(const BundleView& view, kiln_bundle_info_t* info) {
   info->format_version = view.header->version;
@@ -78,6 +81,16 @@ void Describe(const BundleView& view, const kiln_format_param_t& record,
   info->name = view.Text(record.name);
   info->dtype = view.Text(record.dtype);
   info->shape = view.Text(record.shape);
+}
+
+void Describe(const kiln_format_param_t& record, kiln_buffer_info_t* info) {
+  info->fill = record.fill;
+  info->element_bytes = record.element_bytes;
+  info->reserved = 0;
+  info->bytes = record.bytes;
+  info->bytes_per_token = record.bytes_per_token;
+  info->a = record.fill_a;
+  info->b = record.fill_b;
 }
 
 void Describe(const BundleView& view, const kiln_format_slice_t& record,

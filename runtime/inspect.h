@@ -18,6 +18,7 @@ void Describe(const BundleView& view, const kiln_format_plan_t& record,
               kiln_plan_info_t* info);
 void Describe(const BundleView& view, const kiln_format_param_t& record,
               uint32_t index, kiln_param_info_t* info);
+void Describe(const kiln_format_param_t& record, kiln_buffer_info_t* info);
 void Describe(const BundleView& view, const kiln_format_slice_t& record,
               kiln_slice_info_t* info);
 // Program and kernel indices become relative to the section and the program.

@@ -24,8 +24,8 @@
  *    number of threads may read them and launch. Closing or unloading must not
  *    race with another use of the same handle.
  *  - The library reads no environment variable, writes no log, compiles
- *    nothing, creates no CUDA context or stream, and never synchronises a
- *    device. */
+ *    nothing, and creates no CUDA context or stream. It waits for no device,
+ *    but in kiln_modules_selftest. */
 
 #ifndef KILN_RUNTIME_KILN_H_
 #define KILN_RUNTIME_KILN_H_
@@ -40,7 +40,7 @@ extern "C" {
 /* ABI of this header. A program must find its own major in the library:
  * see kiln_runtime_version. */
 #define KILN_RUNTIME_ABI_MAJOR 1
-#define KILN_RUNTIME_ABI_MINOR 0
+#define KILN_RUNTIME_ABI_MINOR 1
 
 #if defined(KILN_RUNTIME_BUILDING)
 #define KILN_API __attribute__((visibility("default")))
@@ -86,6 +86,7 @@ enum {
   KILN_STATUS_PARAMETER_LAYOUT = 29, /* the binary's layout is not declared */
   KILN_STATUS_PREDICTED_PLANS = 30,
   KILN_STATUS_UNQUALIFIED_PLANS = 31,
+  KILN_STATUS_SELFTEST_MISMATCH = 32, /* other results than when frozen */
 
   /* Dispatch: kiln_entry_find, kiln_launch. */
   KILN_STATUS_ENTRY_NOT_FOUND = 40,
@@ -275,6 +276,39 @@ typedef struct kiln_slice_info_t {
   uint64_t bytes;
 } kiln_slice_info_t;
 
+/* What golden replay puts into the buffer behind a slot; bundle_format.md,
+ * "Golden replay". */
+enum {
+  KILN_FILL_NONE = 0,   /* an output, or not described */
+  KILN_FILL_WORDS = 1,  /* (random & a) | b */
+  KILN_FILL_INDICES = 2 /* random mod a */
+};
+
+/* The buffer has bytes + bytes_per_token * m bytes. */
+typedef struct kiln_buffer_info_t {
+  uint32_t struct_size;
+  uint32_t fill;
+  uint32_t element_bytes; /* 0: the bundle does not describe it */
+  uint32_t reserved;      /* 0 */
+  uint64_t bytes;
+  uint64_t bytes_per_token;
+  uint64_t a;
+  uint64_t b;
+} kiln_buffer_info_t;
+
+KILN_API kiln_status_t kiln_bundle_buffer(const kiln_bundle_t* bundle,
+                                          uint32_t section, uint32_t entry,
+                                          uint32_t plan, uint32_t param,
+                                          kiln_buffer_info_t* info,
+                                          kiln_error_t* error);
+
+/* 32 bytes: what golden replay of the plan must give; all zero if the bundle
+ * has no digest for it. */
+KILN_API kiln_status_t kiln_bundle_golden(const kiln_bundle_t* bundle,
+                                          uint32_t section, uint32_t entry,
+                                          uint32_t plan, uint8_t* digest,
+                                          kiln_error_t* error);
+
 KILN_API kiln_status_t kiln_bundle_slice(const kiln_bundle_t* bundle,
                                          uint32_t section, uint32_t entry,
                                          uint32_t plan, uint32_t slice,
@@ -435,6 +469,64 @@ typedef struct kiln_modules_info_t {
 KILN_API kiln_status_t kiln_modules_info(const kiln_modules_t* modules,
                                          kiln_modules_info_t* info,
                                          kiln_error_t* error);
+
+/* ------------------------------------------------------------------------- */
+/* Golden replay: does this device compute what the device of freeze computed?
+ */
+
+enum {
+  KILN_SELFTEST_PASSED = 1,
+  KILN_SELFTEST_FAILED = 2,
+  KILN_SELFTEST_COMPUTED = 3,          /* no digest to compare with; it ran */
+  KILN_SELFTEST_NOT_DETERMINISTIC = 4, /* skipped: repeats may differ */
+  KILN_SELFTEST_NO_DIGEST = 5 /* skipped: frozen where the device was not */
+};
+
+/* What became of one plan. */
+typedef struct kiln_selftest_plan_t {
+  uint32_t outcome;
+  uint32_t entry; /* indices for kiln_bundle_plan */
+  uint32_t plan;
+  uint32_t m;                        /* tokens it ran with; 0: it did not run */
+  uint8_t expected[KILN_ROOT_BYTES]; /* all zero: none in the bundle */
+  uint8_t found[KILN_ROOT_BYTES];    /* all zero: it did not run */
+} kiln_selftest_plan_t;
+
+/* Run the plans without a digest too, if they were measured, are deterministic
+ * and the bundle describes their buffers. */
+enum { KILN_SELFTEST_COMPUTE = 1 };
+
+typedef struct kiln_selftest_options_t {
+  uint32_t struct_size;
+  uint32_t flags;
+  /* Called after each plan, in the file's order, on the calling thread; or
+   * NULL. It must not use the modules. */
+  void (*report)(void* user, const kiln_selftest_plan_t* plan);
+  void* user;
+} kiln_selftest_options_t;
+
+typedef struct kiln_selftest_result_t {
+  uint32_t struct_size;
+  uint32_t passed;
+  uint32_t computed;
+  uint32_t not_deterministic;
+  uint32_t no_digest;
+} kiln_selftest_result_t;
+
+/* Runs each plan once, with the m in the middle of its interval, on seeded
+ * inputs that depend on the bundle alone, and compares a digest of its outputs
+ * with the one that freeze computed. Other plans are counted as skipped: see
+ * the result. `options` and `result` may be NULL.
+ * On a mismatch the rest still runs; the first one is told
+ * (KILN_STATUS_SELFTEST_MISMATCH).
+ *
+ * For start-up, before serving: allocates every buffer of the largest entry,
+ * weights included, on the device, launches on the context's default stream
+ * and waits for it; OUT_OF_MEMORY or DRIVER when that does not fit. Nothing
+ * stays allocated. */
+KILN_API kiln_status_t kiln_modules_selftest(
+    const kiln_modules_t* modules, const kiln_selftest_options_t* options,
+    kiln_selftest_result_t* result, kiln_error_t* error);
 
 /* ------------------------------------------------------------------------- */
 /* Launching. None of these allocates. On CUDA none locks or makes a system

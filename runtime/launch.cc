@@ -67,22 +67,6 @@ kiln_status_t UnknownEntry(const Modules& modules, const char* name,
                  << modules.target() << " and kiln freeze";
 }
 
-const kiln_format_entry_t* FindEntry(const Modules& modules, const char* name) {
-  const BundleView& view = modules.bundle->view;
-  const size_t bytes = strlen(name);
-  const uint64_t hash = HashName(name, bytes);
-  for (uint64_t at = hash & modules.bucket_mask;
-       modules.buckets[at].entry != nullptr;
-       at = (at + 1) & modules.bucket_mask) {
-    const NameBucket& bucket = modules.buckets[at];
-    if (bucket.hash == hash && bucket.entry->name.bytes == bytes &&
-        memcmp(view.Text(bucket.entry->name), name, bytes) == 0) {
-      return bucket.entry;
-    }
-  }
-  return nullptr;
-}
-
 kiln_status_t CheckParams(const Modules& modules, const LoadedPlan& plan,
                           const LaunchArguments& arguments,
                           kiln_error_t* error) {
@@ -213,20 +197,19 @@ kiln_status_t LaunchCuda(const Modules& modules, const LoadedPlan& plan,
       LaunchAttribute attribute = {};
       attribute.id = kLaunchProgrammaticStreamSerialization;
       attribute.flag = 1;
-      const LaunchConfig config = {
-          {grid[0], grid[1], grid[2]},
-          {threads[0], threads[1], threads[2]},
-          step.record->dynamic_shared_bytes,
-          arguments.stream,
-          &attribute,
-          1};
+      const LaunchConfig config = {{grid[0], grid[1], grid[2]},
+                                   {threads[0], threads[1], threads[2]},
+                                   step.record->dynamic_shared_bytes,
+                                   arguments.stream,
+                                   &attribute,
+                                   1};
       result =
           driver->launch_kernel_ex(&config, step.function, nullptr, packed);
     } else {
-      result = driver->launch_kernel(
-          step.function, grid[0], grid[1], grid[2], threads[0], threads[1],
-          threads[2], step.record->dynamic_shared_bytes, arguments.stream,
-          nullptr, packed);
+      result = driver->launch_kernel(step.function, grid[0], grid[1], grid[2],
+                                     threads[0], threads[1], threads[2],
+                                     step.record->dynamic_shared_bytes,
+                                     arguments.stream, nullptr, packed);
     }
     first = false;
     if (result != kCudaSuccess) {
@@ -266,29 +249,10 @@ kiln_status_t LaunchCpu(const Modules& modules, const LoadedPlan& plan,
 
 }  // namespace
 
-kiln_status_t FindPlan(const Modules& modules, const char* name, uint64_t m,
-                       uint32_t* plan, kiln_error_t* error) {
-  const kiln_format_entry_t* entry = FindEntry(modules, name);
-  if (entry == nullptr) return UnknownEntry(modules, name, error);
-  if (m > entry->capacity) return AboveCapacity(modules, *entry, m, error);
-  // The first plan whose m_max is not below m; intervals leave no gap.
-  const kiln_format_plan_t* plans =
-      modules.bundle->view.plans + entry->plans.first;
-  uint32_t low = 0;
-  uint32_t count = entry->plans.count;
-  while (count > 1) {
-    const uint32_t half = count / 2;
-    if (plans[low + half - 1].m_max < m) {
-      low += half;
-      count -= half;
-    } else {
-      count = half;
-    }
-  }
-  const uint32_t first_plan = static_cast<uint32_t>(modules.plans[0].record -
-                                                    modules.bundle->view.plans);
-  *plan = entry->plans.first - first_plan + low;
-  return KILN_STATUS_OK;
+kiln_status_t RefuseFind(const Modules& modules, const NameBucket* bucket,
+                         const char* name, uint64_t m, kiln_error_t* error) {
+  if (bucket == nullptr) return UnknownEntry(modules, name, error);
+  return AboveCapacity(modules, *bucket->entry, m, error);
 }
 
 kiln_status_t LaunchPlan(const Modules& modules, const LoadedPlan& plan,

@@ -90,16 +90,29 @@ uint32_t FillStep(const BundleView& view, const kiln_format_plan_t& plan,
   return used;
 }
 
-void FillNames(const BundleView& view, Modules* modules) {
+void FillNames(const BundleView& view, uint32_t first_plan, Modules* modules) {
+  for (uint32_t p = 0; p < modules->plan_count; ++p) {
+    modules->ends[p] = modules->plans[p].record->m_max;
+  }
   const kiln_format_range_t range = modules->section->entries;
   for (uint32_t i = 0; i < range.count; ++i) {
     const kiln_format_entry_t* entry = &view.entries[range.first + i];
-    const uint64_t hash = HashName(view.Text(entry->name), entry->name.bytes);
+    const char* name = view.Text(entry->name);
+    size_t bytes = 0;
+    const uint64_t hash = HashName(name, &bytes);
     uint64_t at = hash & modules->bucket_mask;
     while (modules->buckets[at].entry != nullptr) {
       at = (at + 1) & modules->bucket_mask;
     }
-    modules->buckets[at] = {hash, entry};
+    const uint32_t first = entry->plans.first - first_plan;
+    modules->buckets[at] = {.hash = hash,
+                            .name = name,
+                            .ends = modules->ends + first,
+                            .name_bytes = entry->name.bytes,
+                            .plan_count = entry->plans.count,
+                            .first_plan = first,
+                            .capacity = entry->capacity,
+                            .entry = entry};
   }
 }
 
@@ -115,6 +128,7 @@ kiln_status_t BuildTables(Modules* modules, kiln_error_t* error) {
                   Allocate(&modules->steps, sizes.steps) &&
                   Allocate(&modules->patches, sizes.patches) &&
                   Allocate(&blocks, sizes.block_bytes / 8) &&
+                  Allocate(&modules->ends, sizes.plans) &&
                   Allocate(&modules->buckets, buckets);
   modules->blocks = reinterpret_cast<uint8_t*>(blocks);
   if (!ok) {
@@ -145,7 +159,7 @@ kiln_status_t BuildTables(Modules* modules, kiln_error_t* error) {
       }
     }
   }
-  FillNames(view, modules);
+  FillNames(view, sizes.first_plan, modules);
   return KILN_STATUS_OK;
 }
 
@@ -154,6 +168,7 @@ void FreeTables(Modules* modules) {
   free(modules->steps);
   free(modules->patches);
   free(modules->blocks);
+  free(modules->ends);
   free(modules->buckets);
   free(modules->cuda_modules);
   free(modules->libraries);
@@ -248,38 +263,6 @@ kiln_status_t Destroy(Modules* modules, kiln_error_t* error) {
 }
 
 }  // namespace
-
-uint64_t HashName(const char* name, size_t bytes) {
-  // Eight bytes per step. A product carries upwards only, so its high half is
-  // folded down each time, and once more at the end: names that differ in their
-  // last characters, which are the high bytes of a word, must differ in the low
-  // bits that choose a bucket.
-  constexpr uint64_t kMultiplier = 0x9E3779B97F4A7C15u;
-  uint64_t hash = bytes * kMultiplier;
-  const auto mix = [&hash](uint64_t word) {
-    hash = (hash ^ word) * kMultiplier;
-    hash ^= hash >> 32;
-  };
-  for (; bytes >= 8; name += 8, bytes -= 8) {
-    uint64_t word;
-    memcpy(&word, name, 8);
-    mix(word);
-  }
-  // Fixed sizes, which compile to loads; the halves may overlap.
-  if (bytes >= 4) {
-    uint32_t head;
-    uint32_t tail;
-    memcpy(&head, name, 4);
-    memcpy(&tail, name + bytes - 4, 4);
-    mix(uint64_t{head} << 32 | tail);
-  } else if (bytes > 0) {
-    mix(uint64_t{static_cast<uint8_t>(name[0])} << 16 |
-        uint64_t{static_cast<uint8_t>(name[bytes / 2])} << 8 |
-        static_cast<uint8_t>(name[bytes - 1]));
-  }
-  hash *= kMultiplier;
-  return hash ^ (hash >> 32);
-}
 
 kiln_status_t DriverFailure(const kiln_driver_t* driver, kiln_status_t code,
                             int result, const char* call, const char* subject,

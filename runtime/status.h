@@ -29,8 +29,9 @@ struct Hex {
 
 class Failure {
  public:
-  // `error` may be null.
-  Failure(kiln_error_t* error, kiln_status_t code, int32_t driver_code = 0)
+  // `error` may be null. Cold: what leads here is not what a launch waits for.
+  [[gnu::cold]] Failure(kiln_error_t* error, kiln_status_t code,
+                        int32_t driver_code = 0)
       : error_(error), code_(code) {
     if (error_ == nullptr) return;
     error_->code = code;

@@ -39,6 +39,18 @@ Json StepToJson(const BundleView& bundle, uint32_t section, uint32_t entry,
   return out;
 }
 
+// Null where the bundle does not describe the buffer.
+Json BufferToJson(const kiln_buffer_info_t& buffer) {
+  if (buffer.element_bytes == 0) return nullptr;
+  static constexpr const char* kFills[] = {"none", "words", "indices"};
+  return {{"bytes", buffer.bytes},
+          {"bytes_per_token", buffer.bytes_per_token},
+          {"element_bytes", buffer.element_bytes},
+          {"fill", buffer.fill <= 2 ? kFills[buffer.fill] : "?"},
+          {"a", buffer.a},
+          {"b", buffer.b}};
+}
+
 }  // namespace
 
 Json PlanToJson(const BundleView& bundle, uint32_t section, uint32_t entry,
@@ -62,14 +74,18 @@ Json PlanToJson(const BundleView& bundle, uint32_t section, uint32_t entry,
                      {"worst_error", plan.worst_error},
                      {"samples", plan.samples},
                      {"candidates", plan.candidates}};
+  const Digest golden = bundle.Golden(section, entry, index);
+  out["golden"] = golden == Digest() ? Json() : Json(golden.ToHex());
   out["params"] = Json::array();
   for (uint32_t i = 0; i < plan.param_count; ++i) {
     const kiln_param_info_t param = bundle.Param(section, entry, index, i);
-    out["params"].push_back({{"name", param.name},
-                             {"dtype", param.dtype},
-                             {"shape", param.shape},
-                             {"offset", param.offset},
-                             {"output", param.output != 0}});
+    out["params"].push_back(
+        {{"name", param.name},
+         {"dtype", param.dtype},
+         {"shape", param.shape},
+         {"offset", param.offset},
+         {"output", param.output != 0},
+         {"buffer", BufferToJson(bundle.Buffer(section, entry, index, i))}});
   }
   out["arena_bytes"] = plan.arena_bytes;
   out["arena"] = Json::array();

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/bundle_attributes.h"
@@ -31,9 +32,14 @@ absl::StatusOr<BundleView> BundleView::Open(const std::string& path,
   options.struct_size = sizeof(options);
   options.expected_root = root.has_value() ? root->bytes.data() : nullptr;
   kiln_error_t error = {};
-  RETURN_IF_ERROR(RuntimeStatus(
-      kiln_bundle_open_file(path.c_str(), &options, &view.bundle_, &error),
-      error));
+  const kiln_status_t status =
+      kiln_bundle_open_file(path.c_str(), &options, &view.bundle_, &error);
+  if (status == KILN_STATUS_FILE_NOT_FOUND ||
+      status == KILN_STATUS_FILE_UNREADABLE) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(error.message, " (", kiln_status_name(status), ")"));
+  }
+  RETURN_IF_ERROR(RuntimeStatus(status, error));
   view.info_ = Get<kiln_bundle_info_t>([&](auto* info, auto* failure) {
     return kiln_bundle_info(view.bundle_, info, failure);
   });
@@ -84,6 +90,23 @@ kiln_param_info_t BundleView::Param(uint32_t section, uint32_t entry,
   return Get<kiln_param_info_t>([&](auto* info, auto* error) {
     return kiln_bundle_param(bundle_, section, entry, plan, param, info, error);
   });
+}
+
+kiln_buffer_info_t BundleView::Buffer(uint32_t section, uint32_t entry,
+                                      uint32_t plan, uint32_t param) const {
+  return Get<kiln_buffer_info_t>([&](auto* info, auto* error) {
+    return kiln_bundle_buffer(bundle_, section, entry, plan, param, info,
+                              error);
+  });
+}
+
+Digest BundleView::Golden(uint32_t section, uint32_t entry,
+                          uint32_t plan) const {
+  Digest digest;
+  KILN_CHECK(kiln_bundle_golden(bundle_, section, entry, plan,
+                                digest.bytes.data(),
+                                nullptr) == KILN_STATUS_OK);
+  return digest;
 }
 
 kiln_slice_info_t BundleView::Slice(uint32_t section, uint32_t entry,

@@ -19,7 +19,8 @@ namespace kiln {
 
 class BundleView {
  public:
-  // Opens and verifies; DataLoss for a damaged file or another root.
+  // Opens and verifies. InvalidArgument when there is no such file, so that all
+  // verbs exit alike; DataLoss for a damaged file or another root.
   static absl::StatusOr<BundleView> Open(const std::string& path,
                                          std::optional<Digest> root);
   BundleView(BundleView&& other) noexcept;
@@ -38,6 +39,10 @@ class BundleView {
   kiln_plan_info_t Plan(uint32_t section, uint32_t entry, uint32_t plan) const;
   kiln_param_info_t Param(uint32_t section, uint32_t entry, uint32_t plan,
                           uint32_t param) const;
+  kiln_buffer_info_t Buffer(uint32_t section, uint32_t entry, uint32_t plan,
+                            uint32_t param) const;
+  // All zero: the plan has none.
+  Digest Golden(uint32_t section, uint32_t entry, uint32_t plan) const;
   kiln_slice_info_t Slice(uint32_t section, uint32_t entry, uint32_t plan,
                           uint32_t slice) const;
   kiln_step_info_t Step(uint32_t section, uint32_t entry, uint32_t plan,

@@ -118,6 +118,7 @@ struct FreezeCommand {
   std::string output;
   bool allow_predicted = false;
   bool allow_unqualified = false;
+  bool no_golden = false;
 };
 
 struct VerifyCommand {
@@ -125,6 +126,12 @@ struct VerifyCommand {
   std::string root;
   std::string key;        // public key file; empty = no signature wanted
   std::string signature;  // empty = FILE.sig
+  // Golden replay on this machine; the rest is for it alone.
+  bool selftest = false;
+  std::string target;  // empty = the GPU if the bundle serves it, else the CPU
+  int device = 0;
+  bool allow_predicted = false;
+  bool allow_unqualified = false;
 };
 
 struct DiffCommand {

@@ -223,21 +223,14 @@ void Print(const std::vector<Change>& changes) {
   std::printf("%s", FormatTable(rows).c_str());
 }
 
-// Exit code 1 says "different", so a file that is not there is a usage error.
-absl::StatusOr<BundleView> Open(const std::string& path) {
-  absl::StatusOr<BundleView> bundle = BundleView::Open(path, std::nullopt);
-  if (absl::IsNotFound(bundle.status())) {
-    return absl::InvalidArgumentError(bundle.status().message());
-  }
-  return bundle;
-}
-
 }  // namespace
 
 absl::StatusOr<int> RunDiff(const GlobalOptions& global,
                             const DiffCommand& command) {
-  ASSIGN_OR_RETURN(const BundleView a, Open(command.a));
-  ASSIGN_OR_RETURN(const BundleView b, Open(command.b));
+  ASSIGN_OR_RETURN(const BundleView a,
+                   BundleView::Open(command.a, std::nullopt));
+  ASSIGN_OR_RETURN(const BundleView b,
+                   BundleView::Open(command.b, std::nullopt));
   const std::vector<Change> changes = Differ(a, b).Run();
   if (global.json) {
     Json out;

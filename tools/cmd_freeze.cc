@@ -21,7 +21,8 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
   absl::StatusOr<FreezeResult> frozen =
       Freeze(manifest, options,
              {.allow_predicted = command.allow_predicted,
-              .allow_unqualified = command.allow_unqualified},
+              .allow_unqualified = command.allow_unqualified,
+              .golden = !command.no_golden},
              &cache);
   for (const std::string& warning : cache.TakeWarnings()) {
     std::fprintf(stderr, "cache: %s\n", warning.c_str());
@@ -43,15 +44,15 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
     out["predicted"] = frozen->predicted;
     out["unqualified"] = frozen->unqualified;
     out["programs"] = frozen->programs;
+    out["golden"] = frozen->golden;
     PrintJson(out);
   } else {
     std::printf(
         "%s: %s, %zu entries, %zu plans (%zu predicted, %zu "
-        "unqualified), %zu "
-        "programs\nroot %s\n",
+        "unqualified, %zu with a golden digest), %zu programs\nroot %s\n",
         command.output.c_str(), FormatBytes(frozen->bytes.size()).c_str(),
         frozen->entries, frozen->plans, frozen->predicted, frozen->unqualified,
-        frozen->programs, frozen->root.ToHex().c_str());
+        frozen->golden, frozen->programs, frozen->root.ToHex().c_str());
   }
   return kExitDone;
 }

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "compiler/base/digest.h"
 #include "compiler/base/status_macros.h"
 #include "tools/bundle_json.h"
 #include "tools/bundle_view.h"
@@ -30,16 +31,18 @@ void Print(const BundleView& bundle) {
       std::printf("  %s  %s  1..%u\n", entry.name, entry.geometry,
                   entry.capacity);
       std::vector<std::vector<std::string>> rows = {
-          {"    m", "state", "time", "error", "arena", "plan"}};
+          {"    m", "state", "time", "error", "arena", "golden", "plan"}};
       for (uint32_t p = 0; p < entry.plan_count; ++p) {
         const kiln_plan_info_t plan = bundle.Plan(s, e, p);
+        const Digest golden = bundle.Golden(s, e, p);
         const bool predicted = (plan.flags & KILN_CONTAINS_PREDICTED) != 0;
         rows.push_back(
             {absl::StrCat("    ", plan.m_min, "..", plan.m_max),
              predicted ? "predicted" : "measured",
              predicted ? "-" : FormatNs(plan.median_ns),
              predicted ? "-" : absl::StrFormat("%.1e", plan.worst_error),
-             FormatBytes(plan.arena_bytes), plan.label});
+             FormatBytes(plan.arena_bytes),
+             golden == Digest() ? "-" : golden.Short(), plan.label});
       }
       std::printf("%s", FormatTable(rows).c_str());
     }

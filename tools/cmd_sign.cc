@@ -1,9 +1,14 @@
 // kiln sign: a detached signature over a bundle's root, or a new key pair.
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <string>
+#include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
@@ -15,38 +20,51 @@ namespace kiln {
 
 absl::StatusOr<int> RunSign(const GlobalOptions& global,
                             const SignCommand& command) {
-  nlohmann::ordered_json out;
   if (command.file.empty() && !command.new_key) {
     return absl::InvalidArgumentError(
         "sign needs a bundle, or --new-key, or both");
   }
-  if (command.new_key) {
-    ASSIGN_OR_RETURN(const std::string key, NewSigningKey(command.key));
-    out["secret_key"] = command.key;
-    out["public_key"] = absl::StrCat(command.key, ".pub");
-    if (!global.json) {
-      std::printf("secret key %s\npublic key %s.pub (%s)\n",
-                  command.key.c_str(), command.key.c_str(), key.c_str());
-    }
-  }
+  // A damaged bundle is not signed, and gets no keys made for it.
+  std::optional<BundleView> bundle;
   if (!command.file.empty()) {
-    // A damaged bundle is not signed.
-    ASSIGN_OR_RETURN(const BundleView bundle,
-                     BundleView::Open(command.file, std::nullopt));
+    ASSIGN_OR_RETURN(bundle, BundleView::Open(command.file, std::nullopt));
+  }
+  nlohmann::ordered_json out;
+  std::string text;
+  const std::string public_key = absl::StrCat(command.key, ".pub");
+  // New keys go away again when they could not be used.
+  absl::Cleanup remove_keys = [&] {
+    unlink(command.key.c_str());
+    unlink(public_key.c_str());
+  };
+  if (!command.new_key) std::move(remove_keys).Cancel();
+  if (command.new_key) {
+    absl::StatusOr<std::string> key = NewSigningKey(command.key);
+    if (!key.ok()) {
+      // Files of that name are somebody else's.
+      std::move(remove_keys).Cancel();
+      return key.status();
+    }
+    out["secret_key"] = command.key;
+    out["public_key"] = public_key;
+    absl::StrAppend(&text, "secret key ", command.key, "\npublic key ",
+                    public_key, " (", *key, ")\n");
+  }
+  if (bundle.has_value()) {
     ASSIGN_OR_RETURN(const std::string signature,
-                     SignRoot(bundle.Root(), command.key));
+                     SignRoot(bundle->Root(), command.key));
     const std::string path = command.output.empty()
                                  ? absl::StrCat(command.file, ".sig")
                                  : command.output;
     RETURN_IF_ERROR(WriteFileAtomically(path, signature));
     out["file"] = command.file;
-    out["root"] = bundle.Root().ToHex();
+    out["root"] = bundle->Root().ToHex();
     out["signature"] = path;
-    if (!global.json) {
-      std::printf("signature %s\nroot %s\n", path.c_str(),
-                  bundle.Root().ToHex().c_str());
-    }
+    absl::StrAppend(&text, "signature ", path, "\nroot ",
+                    bundle->Root().ToHex(), "\n");
   }
+  std::move(remove_keys).Cancel();
+  if (!global.json) std::printf("%s", text.c_str());
   if (global.json) PrintJson(out);
   return kExitDone;
 }

@@ -359,12 +359,16 @@ int Run(int argc, char** argv) {
   verb->add_flag("--allow-unqualified", freeze.allow_unqualified,
                  "Accept templates that have not passed the suite on a device "
                  "of the target; the bundle says so");
+  verb->add_flag("--no-golden", freeze.no_golden,
+                 "Do not run the plans for the digests of golden replay: the "
+                 "same bytes on machines with and without the device");
   verb->callback([&] { chosen = [&] { return RunFreeze(global, freeze); }; });
 
   kiln::VerifyCommand verify;
   verb = app.add_subcommand(
       "verify",
-      "Check a bundle's structure, digests and, with --key, signature");
+      "Check a bundle's structure and digests; with --key its signature, with "
+      "--selftest its results");
   verb->add_option("file", verify.file, "Bundle")->required();
   verb->add_option("--root", verify.root, "Root that the bundle must have")
       ->type_name("HEX");
@@ -374,6 +378,27 @@ int Run(int argc, char** argv) {
   verb->add_option("--signature", verify.signature,
                    "Signature to check with --key (default FILE.sig)")
       ->type_name("SIG");
+  CLI::Option* const selftest = verb->add_flag(
+      "--selftest", verify.selftest,
+      "Golden replay: run every plan that has a digest on this machine's "
+      "device and compare its output with that of freeze");
+  verb->add_option("--target", verify.target,
+                   "Section to test (default: the GPU's, else the CPU's)")
+      ->needs(selftest);
+  verb->add_option("--device", verify.device, "GPU (default 0)")
+      ->type_name("N")
+      ->check(CLI::Range(0, 63))
+      ->needs(selftest);
+  verb->add_flag("--allow-predicted", verify.allow_predicted,
+                 "Load plans that never ran; they are not tested")
+      ->needs(selftest);
+  verb->add_flag("--allow-unqualified", verify.allow_unqualified,
+                 "Load plans of templates without a qualification")
+      ->needs(selftest);
+  verb->footer(
+      "Exit codes: 0 all is well, 2 no such file, 3 --selftest found no plan "
+      "with a digest, 4 refused: another root, damaged, unsigned, or a plan "
+      "that gives other results.");
   verb->callback([&] { chosen = [&] { return RunVerify(global, verify); }; });
 
   kiln::DiffCommand diff;

@@ -37,6 +37,13 @@ std::string HexOf(const std::array<uint8_t, kBytes>& bytes) {
   return ToHex({reinterpret_cast<const char*>(bytes.data()), kBytes});
 }
 
+// A named input that is not there is a mistake on the command line, for keys as
+// for bundles.
+absl::Status MissingIsUsage(const absl::Status& status) {
+  if (!absl::IsNotFound(status)) return status;
+  return absl::InvalidArgumentError(status.message());
+}
+
 // The bytes of "TYPE HEX\n".
 absl::StatusOr<std::string> Parse(absl::string_view text,
                                   absl::string_view type, size_t bytes,
@@ -90,7 +97,9 @@ absl::Status WriteNew(const std::string& path, absl::string_view contents,
 absl::StatusOr<Seed> ReadSecret(const std::string& path) {
   const int fd = open(
       path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY);
-  if (fd < 0) return ErrnoStatus(errno, "cannot open secret key", path);
+  if (fd < 0) {
+    return MissingIsUsage(ErrnoStatus(errno, "cannot open secret key", path));
+  }
   const absl::Cleanup closer = [fd] { close(fd); };
   struct stat info;
   if (fstat(fd, &info) != 0) {
@@ -172,11 +181,12 @@ absl::StatusOr<std::string> CheckSignature(const Digest& root,
                                            const std::string& signature_path,
                                            const std::string& public_key_path) {
   KILN_CHECK(sodium_init() >= 0);
-  ASSIGN_OR_RETURN(const std::string key_text,
-                   ReadFile(public_key_path, kFileBytesMax));
+  const absl::StatusOr<std::string> key_text =
+      ReadFile(public_key_path, kFileBytesMax);
+  RETURN_IF_ERROR(MissingIsUsage(key_text.status()));
   ASSIGN_OR_RETURN(
       const std::string key,
-      Parse(key_text, kPublicType, sizeof(PublicKey), public_key_path));
+      Parse(*key_text, kPublicType, sizeof(PublicKey), public_key_path));
   absl::StatusOr<std::string> text = ReadFile(signature_path, kFileBytesMax);
   if (absl::IsNotFound(text.status())) {
     return absl::FailedPreconditionError(

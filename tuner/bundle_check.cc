@@ -184,6 +184,7 @@ void CompareStep(const Place& at, uint32_t index, const Plan& plan,
 }
 
 void CompareBuffers(const Place& at, const PlanBody& body,
+                    const std::vector<BufferFill>& buffers,
                     Comparison* compare) {
   for (uint32_t i = 0; i < body.params.size(); ++i) {
     const Comparison::Scope scope(compare, absl::StrCat("parameter ", i));
@@ -197,6 +198,21 @@ void CompareBuffers(const Place& at, const PlanBody& body,
     compare->Text("dtype", info.dtype, body.params[i].dtype);
     compare->Text("shape", info.shape, body.params[i].shape);
     compare->Number("output", info.output, body.params[i].output ? 1 : 0);
+    auto found = MakeInfo<kiln_buffer_info_t>();
+    if (!compare->Read("buffer",
+                       kiln_bundle_buffer(at.bundle, at.section, at.entry,
+                                          at.plan, i, &found, nullptr))) {
+      return;
+    }
+    const BufferFill meant =
+        buffers.empty() ? BufferFill{.element_bytes = 0} : buffers[i];
+    compare->Number("fill", found.fill, static_cast<uint32_t>(meant.kind));
+    compare->Number("element_bytes", found.element_bytes, meant.element_bytes);
+    compare->Number("buffer bytes", found.bytes, meant.bytes);
+    compare->Number("bytes_per_token", found.bytes_per_token,
+                    meant.bytes_per_token);
+    compare->Number("fill a", found.a, meant.a);
+    compare->Number("fill b", found.b, meant.b);
   }
   for (uint32_t i = 0; i < body.arena.slices.size(); ++i) {
     const Comparison::Scope scope(compare, absl::StrCat("arena slice ", i));
@@ -226,7 +242,8 @@ uint32_t PlanFlags(const BundleSection& section, const Plan& plan) {
 }
 
 void ComparePlan(const Place& at, const BundleSection& section,
-                 const Plan& meant, Comparison* compare) {
+                 const BundleEntry& entry, const Plan& meant,
+                 Comparison* compare) {
   const Comparison::Scope scope(
       compare, absl::StrCat("plan for m ", meant.interval.m_min, "..",
                             meant.interval.m_max));
@@ -260,7 +277,16 @@ void ComparePlan(const Place& at, const BundleSection& section,
   compare->Number("worst_error", info.worst_error, evidence.worst_error);
   compare->Number("samples", info.samples, evidence.samples);
   compare->Number("candidates", info.candidates, evidence.candidates);
-  CompareBuffers(at, body, compare);
+  uint8_t digest[KILN_ROOT_BYTES] = {};
+  if (compare->Read("golden digest",
+                    kiln_bundle_golden(at.bundle, at.section, at.entry, at.plan,
+                                       digest, nullptr))) {
+    const auto golden = entry.golden.find(meant.interval);
+    compare->Bytes(
+        "golden digest", DigestBytes(digest),
+        (golden == entry.golden.end() ? Digest() : golden->second).AsBytes());
+  }
+  CompareBuffers(at, body, entry.buffers, compare);
   for (uint32_t i = 0; i < body.steps.size(); ++i) {
     CompareStep(at, i, meant, body.steps[i], compare);
   }
@@ -309,7 +335,7 @@ void CompareEntry(Place at, const BundleSection& section,
   compare->Number("plans", info.plan_count, plans.size());
   CompareAttributes(at, info.attribute_count, meant.geometry, compare);
   for (; at.plan < plans.size(); ++at.plan) {
-    ComparePlan(at, section, *plans[at.plan], compare);
+    ComparePlan(at, section, meant, *plans[at.plan], compare);
   }
 }
 

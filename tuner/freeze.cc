@@ -1,5 +1,7 @@
 #include "tuner/freeze.h"
 
+#include <algorithm>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <optional>
@@ -10,8 +12,12 @@
 #include "absl/strings/str_join.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/bundle_writer.h"
+#include "runtime/kiln.h"
+#include "templates/fused_moe/workload.h"
 #include "templates/registry.h"
 #include "tuner/bundle_check.h"
+#include "tuner/device.h"
+#include "tuner/loaded_plan.h"
 #include "tuner/stored_plans.h"
 
 namespace kiln {
@@ -28,6 +34,147 @@ TemplateIdentity IdentityOf(const Plan& plan) {
     identity.sources = from->sources();
   }
   return identity;
+}
+
+// What golden replay puts behind the parameters of a request; empty for an op
+// that nobody described.
+std::vector<BufferFill> BuffersOf(const RequestGeometry& geometry) {
+  switch (geometry.op) {
+    case Op::kFusedMoe:
+      return FusedMoeBuffers(geometry);
+  }
+  return {};
+}
+
+// A bundle's section for one target, loaded on its device for as long as this
+// lives.
+class LoadedSection {
+ public:
+  LoadedSection() = default;
+  LoadedSection(const LoadedSection&) = delete;
+  LoadedSection& operator=(const LoadedSection&) = delete;
+
+  ~LoadedSection() {
+    kiln_modules_unload(modules_, nullptr);
+    kiln_bundle_close(bundle_, nullptr);
+  }
+
+  absl::Status Load(absl::string_view bytes, const Device& device) {
+    kiln_error_t error = {};
+    RETURN_IF_ERROR(
+        RuntimeStatus(kiln_bundle_open_memory(bytes.data(), bytes.size(),
+                                              nullptr, &bundle_, &error),
+                      error));
+    const std::string target = device.profile().target.ToString();
+    kiln_load_options_t options = {};
+    options.struct_size = sizeof(options);
+    options.flags = KILN_LOAD_ALLOW_PREDICTED | KILN_LOAD_ALLOW_UNQUALIFIED;
+    options.target = target.c_str();
+    options.context = device.context();
+    return RuntimeStatus(
+        kiln_modules_load(bundle_, &options, &modules_, &error), error);
+  }
+
+  // Golden replay of every plan that can be replayed: digests by entry name
+  // and interval.
+  using Digests = std::map<std::string, std::map<Interval, Digest>>;
+
+  absl::StatusOr<Digests> Replay() {
+    std::vector<kiln_selftest_plan_t> plans;
+    kiln_selftest_options_t options = {};
+    options.struct_size = sizeof(options);
+    options.flags = KILN_SELFTEST_COMPUTE;
+    options.report = [](void* user, const kiln_selftest_plan_t* plan) {
+      static_cast<std::vector<kiln_selftest_plan_t>*>(user)->push_back(*plan);
+    };
+    options.user = &plans;
+    kiln_error_t error = {};
+    RETURN_IF_ERROR(RuntimeStatus(
+        kiln_modules_selftest(modules_, &options, nullptr, &error), error));
+    kiln_modules_info_t info = {};
+    info.struct_size = sizeof(info);
+    RETURN_IF_ERROR(
+        RuntimeStatus(kiln_modules_info(modules_, &info, &error), error));
+    Digests digests;
+    for (const kiln_selftest_plan_t& plan : plans) {
+      if (plan.outcome != KILN_SELFTEST_COMPUTED) continue;
+      kiln_entry_info_t entry = {};
+      entry.struct_size = sizeof(entry);
+      kiln_plan_info_t record = {};
+      record.struct_size = sizeof(record);
+      RETURN_IF_ERROR(RuntimeStatus(
+          kiln_bundle_entry(bundle_, info.section, plan.entry, &entry, &error),
+          error));
+      RETURN_IF_ERROR(
+          RuntimeStatus(kiln_bundle_plan(bundle_, info.section, plan.entry,
+                                         plan.plan, &record, &error),
+                        error));
+      Digest& digest = digests[entry.name][{record.m_min, record.m_max}];
+      std::copy(std::begin(plan.found), std::end(plan.found),
+                digest.bytes.begin());
+    }
+    return digests;
+  }
+
+ private:
+  kiln_bundle_t* bundle_ = nullptr;
+  kiln_modules_t* modules_ = nullptr;
+};
+
+// The device of a target, or null where it is not here.
+absl::StatusOr<std::unique_ptr<Device>> DeviceOf(
+    const TargetContext& context, const PrewarmOptions& options) {
+  if (context.profile.assumed || options.compile_only) return nullptr;
+  if (context.target.backend == Backend::kCpu) {
+    return OpenCpuDevice(context.target);
+  }
+  return OpenCudaDevice(options.device_ordinal, context.target);
+}
+
+absl::StatusOr<LoadedSection::Digests> ReplayOn(Device* device,
+                                                const std::string& bytes) {
+  LoadedSection loaded;
+  RETURN_IF_ERROR(loaded.Load(bytes, *device));
+  return loaded.Replay();
+}
+
+// Runs the sections whose device is here, twice: a plan that calls itself
+// deterministic must give the same digest again. `bytes` holds the sections as
+// they are so far.
+absl::Status AddGolden(const std::vector<TargetContext>& contexts,
+                       const PrewarmOptions& options, const std::string& bytes,
+                       std::vector<BundleSection>* sections) {
+  for (size_t i = 0; i < contexts.size(); ++i) {
+    BundleSection& section = (*sections)[i];
+    ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
+                     DeviceOf(contexts[i], options));
+    if (device == nullptr) continue;
+    const auto annotate = [&](const absl::Status& status) {
+      return Annotate(
+          status, absl::StrCat("golden replay on ", section.target.ToString(),
+                               " (--no-golden freezes without it)"));
+    };
+    absl::StatusOr<LoadedSection::Digests> first =
+        ReplayOn(device.get(), bytes);
+    RETURN_IF_ERROR(annotate(first.status()));
+    const absl::StatusOr<LoadedSection::Digests> second =
+        ReplayOn(device.get(), bytes);
+    RETURN_IF_ERROR(annotate(second.status()));
+    for (BundleEntry& entry : section.entries) {
+      entry.golden = std::move((*first)[entry.name]);
+      for (const auto& [interval, digest] : entry.golden) {
+        const auto again = second->find(entry.name);
+        if (again == second->end() || again->second.at(interval) != digest) {
+          return absl::InternalError(absl::StrCat(
+              "entry ", entry.name, ", plan for m ", interval.m_min, "..",
+              interval.m_max, " on ", section.target.ToString(),
+              ": two runs on the same inputs differ, though its template says "
+              "that it is deterministic"));
+        }
+      }
+    }
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -88,6 +235,7 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
       BundleEntry& entry = entries[resolved.context][name];
       entry.name = name;
       entry.geometry = resolved.geometry;
+      entry.buffers = BuffersOf(resolved.geometry);
       entry.plans.push_back(plan);
     }
   }
@@ -116,10 +264,18 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
     result.programs += section.programs.size();
     result.entries += section.entries.size();
   }
-  ASSIGN_OR_RETURN(
-      result.bytes,
-      WriteBundle(sections, {.allow_predicted = policy.allow_predicted,
-                             .allow_unqualified = policy.allow_unqualified}));
+  const BundleOptions consent = {.allow_predicted = policy.allow_predicted,
+                                 .allow_unqualified = policy.allow_unqualified};
+  ASSIGN_OR_RETURN(result.bytes, WriteBundle(sections, consent));
+  if (policy.golden) {
+    RETURN_IF_ERROR(AddGolden(contexts, options, result.bytes, &sections));
+    ASSIGN_OR_RETURN(result.bytes, WriteBundle(sections, consent));
+    for (const BundleSection& section : sections) {
+      for (const BundleEntry& entry : section.entries) {
+        result.golden += entry.golden.size();
+      }
+    }
+  }
   RETURN_IF_ERROR(CheckBundleMatches(result.bytes, sections));
   ASSIGN_OR_RETURN(result.root, BundleRoot(result.bytes));
   return result;

@@ -1,5 +1,7 @@
 // Freeze: stored plans of a manifest -> one bundle file. What was written is
-// reopened through the runtime and compared with what was meant.
+// reopened through the runtime and compared with what was meant. Where a target
+// has its device here, its plans run once on golden inputs and the digests of
+// their outputs go into the file (runtime/bundle_format.md, "Golden replay").
 
 #ifndef KILN_TUNER_FREEZE_H_
 #define KILN_TUNER_FREEZE_H_
@@ -29,22 +31,27 @@ struct FreezeResult {
   size_t predicted = 0;
   size_t unqualified = 0;  // plans of templates without a qualification
   size_t programs = 0;
+  size_t golden = 0;  // plans with a digest of golden replay
 };
 
 // What a bundle may contain, and what counts as qualified.
 struct FreezePolicy {
   bool allow_predicted = false;    // plans that never ran
   bool allow_unqualified = false;  // templates without a qualification
+  // Run golden replay for the targets whose device is here. Without it, equal
+  // caches give equal bytes on machines with and without the device.
+  bool golden = true;
   std::vector<QualificationReceipt> receipts = Receipts();
 };
 
 // Builds the bundle of every request of the manifest on every target. Equal
-// caches give equal bytes.
+// caches give equal bytes, and so does golden replay on devices that compute
+// alike.
 //   Errors: NotFound when an interval has no stored plan, naming it and the
 //   command that makes one; FailedPrecondition for predicted plans and
 //   for templates without a qualification, unless allowed; DataLoss when a
 //   program is damaged; Internal when the file does not read back as it was
-//   written.
+//   written, or when a plan that should repeat itself does not.
 absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
                                     const PrewarmOptions& options,
                                     const FreezePolicy& policy,

@@ -207,7 +207,62 @@ std::string MakeWords(uint64_t bytes, uint64_t seed) {
   return out;
 }
 
+// Floats of magnitude [2^exponent, 2^(exponent + 1)) with any mantissa.
+BufferFill Floats(DType dtype, int exponent, bool with_sign) {
+  int mantissa_bits = 23;
+  int bias = 127;
+  int sign_bit = 31;
+  if (dtype == DType::kF16) {
+    mantissa_bits = 10;
+    bias = 15;
+    sign_bit = 15;
+  } else if (dtype == DType::kBf16) {
+    mantissa_bits = 7;
+    sign_bit = 15;
+  }
+  BufferFill fill;
+  fill.kind = BufferFill::Kind::kWords;
+  fill.element_bytes = DTypeBytes(dtype);
+  fill.a = (uint64_t{1} << mantissa_bits) - 1;
+  if (with_sign) fill.a |= uint64_t{1} << sign_bit;
+  fill.b = static_cast<uint64_t>(bias + exponent) << mantissa_bits;
+  return fill;
+}
+
 }  // namespace
+
+std::vector<BufferFill> FusedMoeBuffers(const RequestGeometry& geometry) {
+  // A dot product of n terms of order one grows by sqrt(n).
+  const int shrink = -static_cast<int>(
+      std::lround(std::log2(std::sqrt(static_cast<double>(geometry.hidden)))));
+  const BufferFill words = {
+      .kind = BufferFill::Kind::kWords, .element_bytes = 2, .a = 0xffff};
+  const BufferFill ids = {.kind = BufferFill::Kind::kIndices,
+                          .element_bytes = DTypeBytes(geometry.id_dtype),
+                          .a = static_cast<uint64_t>(geometry.experts)};
+  const BufferFill scales = Floats(DType::kF16, -1, true);
+  std::vector<BufferFill> out = {
+      Floats(geometry.io_dtype, -1, true),
+      ids,
+      Floats(DType::kF32, -3, false),
+      words,
+      words,
+      words,
+      scales,
+      scales,
+      Floats(DType::kF16, shrink, true),
+      scales,
+      {.kind = BufferFill::Kind::kNone, .element_bytes = 4},
+  };
+  KILN_CHECK(out.size() == kFusedMoeParamCount);
+  const std::vector<uint64_t> none = FusedMoeBytes(geometry, 0);
+  const std::vector<uint64_t> one = FusedMoeBytes(geometry, 1);
+  for (size_t i = 0; i < out.size(); ++i) {
+    out[i].bytes = none[i];
+    out[i].bytes_per_token = one[i] - none[i];
+  }
+  return out;
+}
 
 FusedMoeWorkload::FusedMoeWorkload(const RequestGeometry& geometry,
                                    uint64_t seed)

@@ -15,11 +15,16 @@
 #include <string>
 #include <vector>
 
+#include "compiler/spec/buffer_fill.h"
 #include "compiler/spec/request.h"
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/reference.h"
 
 namespace kiln {
+
+// The slots' buffers with what golden replay puts into them: any trellis words,
+// numbers of the size that keeps activations of order one, ids of all experts.
+std::vector<BufferFill> FusedMoeBuffers(const RequestGeometry& geometry);
 
 // How the tokens of a draw are made: which experts they choose, and of what
 // numbers they consist. Draws of one kind with other numbers are other inputs.

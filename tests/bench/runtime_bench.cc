@@ -154,6 +154,9 @@ class Fixture {
       return 0;
     };
     driver_.func_set_attribute = [](CUfunc_st*, int, int) { return 0; };
+    driver_.mem_alloc = [](uint64_t*, size_t) {
+      return runtime::kCudaErrorOutOfMemory;
+    };
     driver_.launch_kernel = [](CUfunc_st*, unsigned, unsigned, unsigned,
                                unsigned, unsigned, unsigned, unsigned,
                                CUstream_st*, void**, void**) { return 0; };

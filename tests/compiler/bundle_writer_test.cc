@@ -54,10 +54,10 @@ TEST(BundleWriterTest, BytesAreTheGoldenBytes) {
       const std::string bytes,
       WriteBundle({TinyCudaSection(), TinyCpuSection("object")}));
   const char* update = std::getenv("KILN_UPDATE_GOLDENS");
-  if (update != nullptr) ExpectGolden(bytes, "bundle.v1.bin");
+  if (update != nullptr) ExpectGolden(bytes, "bundle.v2.bin");
   // Not through ExpectGolden alone: its message would print every byte.
   const std::string golden =
-      ReadTestFile(SourcePath("tests/golden/bundle.v1.bin"));
+      ReadTestFile(SourcePath("tests/golden/bundle.v2.bin"));
   const size_t common = std::min(bytes.size(), golden.size());
   const auto difference = std::mismatch(
       bytes.begin(), bytes.begin() + static_cast<ptrdiff_t>(common),
@@ -67,6 +67,19 @@ TEST(BundleWriterTest, BytesAreTheGoldenBytes) {
       << golden.size() << ", first difference at byte "
       << difference.first - bytes.begin()
       << "; a new layout needs a new KILN_FORMAT_VERSION";
+}
+
+// What earlier releases froze is refused by name, not misread.
+TEST(BundleWriterTest, FilesOfEarlierVersionsAreRefused) {
+  const std::string old =
+      ReadTestFile(SourcePath("tests/golden/bundle.v1.bin"));
+  kiln_bundle_t* bundle = nullptr;
+  kiln_error_t error = {};
+  EXPECT_EQ(
+      kiln_bundle_open_memory(old.data(), old.size(), nullptr, &bundle, &error),
+      KILN_STATUS_BUNDLE_VERSION);
+  EXPECT_THAT(error.message,
+              HasSubstr("format version 1, this runtime reads 2"));
 }
 
 // Lines of the form "0010  01 02 ..." of a document, joined.
@@ -213,6 +226,45 @@ const Refusal kRefusals[] = {
        PlanOf(s, 1).interval = {4, 2};
      },
      absl::StatusCode::kInternal, "interval 4..2 is empty"},
+    {"BuffersOfAnotherCount",
+     [](BundleSection* s) { s->entries[0].buffers.pop_back(); }, kInvalid,
+     "1 buffers, the plan for m 1..1 has 2 parameters"},
+    {"BufferOfOddElements",
+     [](BundleSection* s) { s->entries[0].buffers[0].element_bytes = 3; },
+     kInvalid, "buffer of parameter x: elements have 3 bytes"},
+    {"BufferOfHalfAnElement",
+     [](BundleSection* s) { ++s->entries[0].buffers[0].bytes_per_token; },
+     kInvalid, "513 per token are not elements of 2 bytes"},
+    {"HugeBuffer",
+     [](BundleSection* s) {
+       s->entries[0].buffers[0].bytes = uint64_t{1} << 41;
+     },
+     absl::StatusCode::kResourceExhausted, "exceed 1099511627776"},
+    {"OutputWithAFill",
+     [](BundleSection* s) {
+       s->entries[0].buffers[1].kind = BufferFill::Kind::kWords;
+     },
+     kInvalid, "an output has a fill"},
+    {"FillBeyondItsElement",
+     [](BundleSection* s) { s->entries[0].buffers[0].a = 0x10000; }, kInvalid,
+     "is not of its kind"},
+    {"GoldenOfNoPlan",
+     [](BundleSection* s) {
+       s->entries[0].golden[{1, 9}] = Sha256("x");
+     },
+     kInvalid, "golden digest for m 1..9 is not of a measured"},
+    {"GoldenOfAPlanThatMayDiffer",
+     [](BundleSection* s) {
+       PlanOf(s, 0).body.deterministic = false;
+       s->entries[0].golden[{1, 1}] = Sha256("x");
+     },
+     kInvalid, "golden digest for m 1..1 is not of a measured"},
+    {"GoldenWithoutBuffers",
+     [](BundleSection* s) {
+       s->entries[0].buffers.clear();
+       s->entries[0].golden[{1, 1}] = Sha256("x");
+     },
+     kInvalid, "golden digest for m 1..1 is not of a measured"},
     {"PlanOfAnotherTarget",
      [](BundleSection* s) { PlanOf(s, 1).target.level = 80; }, kInvalid,
      "plan for m 2..4 is for target sm_80a"},

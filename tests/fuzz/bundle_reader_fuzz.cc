@@ -30,11 +30,18 @@ void WalkPlan(const kiln_bundle_t* bundle, uint32_t section, uint32_t entry,
   auto info = Info<kiln_plan_info_t>();
   KILN_READ(kiln_bundle_plan(bundle, section, entry, plan, &info, nullptr));
   CheckText(info.label);
+  uint8_t golden[KILN_ROOT_BYTES];
+  KILN_READ(kiln_bundle_golden(bundle, section, entry, plan, golden, nullptr));
   for (uint32_t i = 0; i < info.param_count; ++i) {
     auto param = Info<kiln_param_info_t>();
     KILN_READ(
         kiln_bundle_param(bundle, section, entry, plan, i, &param, nullptr));
     CheckText(param.shape);
+    auto buffer = Info<kiln_buffer_info_t>();
+    KILN_READ(
+        kiln_bundle_buffer(bundle, section, entry, plan, i, &buffer, nullptr));
+    KILN_CHECK(buffer.bytes + buffer.bytes_per_token * info.m_max <=
+               KILN_FORMAT_PARAM_BYTES_MAX);
   }
   for (uint32_t i = 0; i < info.slice_count; ++i) {
     auto slice = Info<kiln_slice_info_t>();

@@ -4,11 +4,13 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <string>
 
 #include "runtime/bundle_format.h"
 #include "runtime/kiln.h"
+#include "tests/support/golden.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/tiny_bundle.h"
 
@@ -16,7 +18,9 @@ namespace kiln {
 namespace {
 
 using ::kiln::testing::OpenTiny;
+using ::kiln::testing::ReadTestFile;
 using ::kiln::testing::RepairRoot;
+using ::kiln::testing::SourcePath;
 using ::kiln::testing::TinyCpuSection;
 using ::kiln::testing::TinyCudaSection;
 using ::testing::HasSubstr;
@@ -66,6 +70,18 @@ TEST(BundleReaderTest, AcceptsThePinnedRootAndNoOther) {
   const Opened opened = Open(bytes, root);
   EXPECT_EQ(opened.status, KILN_STATUS_ROOT_MISMATCH);
   EXPECT_THAT(opened.message, HasSubstr("expected"));
+}
+
+// Seeds of another version would teach a fuzzer one refusal and nothing else.
+TEST(BundleReaderTest, AcceptsTheFuzzersSeeds) {
+  int seeds = 0;
+  for (const auto& file : std::filesystem::directory_iterator(
+           SourcePath("tests/fuzz/corpus/bundle_reader"))) {
+    const Opened opened = Open(ReadTestFile(file.path()));
+    EXPECT_EQ(opened.status, KILN_STATUS_OK) << file.path() << opened.message;
+    ++seeds;
+  }
+  EXPECT_GE(seeds, 2);
 }
 
 TEST(BundleReaderTest, RefusesEveryTruncation) {
@@ -148,8 +164,8 @@ TEST_P(CorruptionTest, IsRefusedUnderARightRoot) {
 constexpr kiln_status_t kMalformed = KILN_STATUS_BUNDLE_MALFORMED;
 
 const Corruption kCorruptions[] = {
-    {"OtherVersion", [](std::string* b) { Header(b)->version = 2; },
-     KILN_STATUS_BUNDLE_VERSION, "format version 2, this runtime reads 1"},
+    {"OtherVersion", [](std::string* b) { Header(b)->version = 3; },
+     KILN_STATUS_BUNDLE_VERSION, "format version 3, this runtime reads 2"},
     {"OtherAbi", [](std::string* b) { Header(b)->runtime_abi = 9; },
      KILN_STATUS_BUNDLE_VERSION, "runtime ABI 9"},
     {"OtherMagic", [](std::string* b) { (*b)[0] = 'x'; },
@@ -266,6 +282,59 @@ const Corruption kCorruptions[] = {
      KILN_SET(kiln_format_plan_t, PLANS, 2,
               record->flags = KILN_FORMAT_FLAG_PREDICTED),
      kMalformed, "flags are 0, its plans say 1"},
+    {"GoldenOfAPlanThatDoesNotRepeatItself",
+     KILN_SET(kiln_format_plan_t, PLANS, 2,
+              (record->deterministic = 0, record->golden[7] = 1)),
+     kMalformed, "golden digest"},
+    {"GoldenWithoutBuffers",
+     [](std::string* b) {
+       Record<kiln_format_plan_t>(b, KILN_FORMAT_TABLE_PLANS, 2)->golden[0] = 1;
+       auto* param =
+           Record<kiln_format_param_t>(b, KILN_FORMAT_TABLE_PARAMS, 4);
+       param->fill = 0;
+       param->element_bytes = 0;
+       param->bytes_per_token = param->fill_a = param->fill_b = 0;
+     },
+     kMalformed, "golden digest"},
+    {"ElementOfThreeBytes",
+     KILN_SET(kiln_format_param_t, PARAMS, 4, record->element_bytes = 3),
+     kMalformed, "parameter 0 is malformed"},
+    {"SizeThatIsNoElements",
+     KILN_SET(kiln_format_param_t, PARAMS, 4, ++record->bytes_per_token),
+     kMalformed, "parameter 0 is malformed"},
+    {"HugeBuffer",
+     KILN_SET(kiln_format_param_t, PARAMS, 4,
+              record->bytes_per_token = uint64_t{1} << 40),
+     kMalformed, "parameter 0 is malformed"},
+    {"BufferThatOverflows",
+     KILN_SET(kiln_format_param_t, PARAMS, 4,
+              record->bytes = ~uint64_t{0} - 1),
+     kMalformed, "parameter 0 is malformed"},
+    {"EmptyBuffer",
+     KILN_SET(kiln_format_param_t, PARAMS, 4, record->bytes_per_token = 0),
+     kMalformed, "parameter 0 is malformed"},
+    {"FillBeyondItsElement",
+     KILN_SET(kiln_format_param_t, PARAMS, 4, record->fill_a = 0x18000),
+     kMalformed, "parameter 0 is malformed"},
+    {"FillWithTwoEncodings",
+     KILN_SET(kiln_format_param_t, PARAMS, 4, record->fill_a |= 0x3f00),
+     kMalformed, "parameter 0 is malformed"},
+    {"IndicesBelowNothing",
+     KILN_SET(kiln_format_param_t, PARAMS, 4,
+              (record->fill = KILN_FORMAT_FILL_INDICES, record->fill_a = 0,
+               record->fill_b = 0)),
+     kMalformed, "parameter 0 is malformed"},
+    {"UnknownFill",
+     KILN_SET(kiln_format_param_t, PARAMS, 4, record->fill = 3), kMalformed,
+     "parameter 0 is malformed"},
+    {"InputWithoutFill",
+     KILN_SET(kiln_format_param_t, PARAMS, 4,
+              (record->fill = 0, record->fill_a = record->fill_b = 0)),
+     kMalformed, "parameter 0 is malformed"},
+    {"OutputWithFill",
+     KILN_SET(kiln_format_param_t, PARAMS, 5,
+              record->fill = KILN_FORMAT_FILL_WORDS),
+     kMalformed, "parameter 1 is malformed"},
     {"ThreadsOnCuda",
      KILN_SET(kiln_format_plan_t, PLANS, 4, record->cpu_threads = 1),
      kMalformed, "cpu_threads"},

@@ -352,7 +352,9 @@ TEST(HashNameTest, NamesThatDifferInADigitSpreadOverTheBuckets) {
     for (int i = 0; i < 256; ++i) {
       char name[64];
       std::snprintf(name, sizeof(name), form, i);
-      buckets.insert(runtime::HashName(name, std::strlen(name)) % 512);
+      size_t bytes = 0;
+      buckets.insert(runtime::HashName(name, &bytes) % 512);
+      EXPECT_EQ(bytes, std::strlen(name));
     }
     // A random function hits 512 (1 - exp(-1/2)) = 201.
     EXPECT_GE(buckets.size(), 180u) << form;
@@ -510,6 +512,7 @@ BundleSection CountingSection(const char* kernel) {
   plan.body.steps = {step};
   section.entries[0].name = "count";
   section.entries[0].plans = {plan};
+  section.entries[0].buffers.clear();
   return section;
 }
 

@@ -7,6 +7,7 @@ PyTorch part where torch is installed.
 
 import array
 import ctypes
+import json
 import os
 import pathlib
 import re
@@ -36,6 +37,7 @@ elif not has_torch(sys.executable):
         os.execv(system, [system, *sys.argv, "--same-interpreter"])
 
 import kiln  # noqa: E402
+import small_bundle  # noqa: E402
 from small_bundle import REQUEST, make  # noqa: E402
 
 try:
@@ -118,6 +120,24 @@ class RuntimeTest(WithBundle):
 
     def test_zero_tokens_look_at_nothing(self):
         self.modules.find("moe", 0).launch(0, [])
+
+    def test_golden_replay_passes_here_and_tells_other_results(self):
+        self.assertEqual(self.modules.selftest(), kiln.Selftest(2, 0, 0))
+        # One digit of one digest, under a right root.
+        data = bytearray(self.path.read_bytes())
+        plans = json.loads(small_bundle.kiln(
+            "--json", "inspect", self.path).stdout)[
+                "sections"][0]["entries"][0]["plans"]
+        data[data.index(bytes.fromhex(plans[1]["golden"]))] ^= 1
+        small_bundle.repair_root(data)
+        other = self.folder / "other.kiln"
+        other.write_bytes(data)
+        with self.runtime.open(other) as bundle, bundle.load(
+                allow_unqualified=True) as modules:
+            error = self.refused(kiln.PreflightError,
+                                 kiln.Status.SELFTEST_MISMATCH,
+                                 modules.selftest)
+        self.assertIn("entry 'moe' (fused_moe), plan for m 2..4", str(error))
 
     def test_says_what_the_bundle_declares(self):
         entry = self.modules.find("moe", 3)

@@ -2,8 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "compiler/base/digest.h"
 
@@ -42,9 +45,9 @@ const Vector kVectors[] = {
      "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"},
 };
 
-class Sha256Test : public ::testing::TestWithParam<bool> {
+class Sha256Test : public ::testing::TestWithParam<int> {
  protected:
-  Sha256Test() { kiln_sha256_allow_extensions(GetParam() ? 1 : 0); }
+  Sha256Test() { kiln_sha256_allow_extensions(GetParam()); }
 
   ~Sha256Test() override { kiln_sha256_allow_extensions(1); }
 };
@@ -75,40 +78,37 @@ TEST_P(Sha256Test, PiecesHashLikeTheWhole) {
   }
 }
 
-TEST_P(Sha256Test, PairsHashLikeEachAlone) {
+TEST_P(Sha256Test, ManyHashLikeEachAlone) {
   std::mt19937 random(11);
-  std::string a(700, '\0');
-  std::string b(700, '\0');
-  for (char& c : a) c = static_cast<char>(random());
-  for (char& c : b) c = static_cast<char>(random());
-  const auto hex = [](kiln_sha256_t* hash) {
-    uint8_t digest[KILN_SHA256_BYTES];
-    kiln_sha256_final(hash, digest);
-    return ToHex(absl::string_view(reinterpret_cast<char*>(digest), 32));
-  };
-  for (size_t before = 0; before < 130; before += 13) {
-    // Equal and unequal fill levels before the common update.
-    for (const size_t skew : {0, 1}) {
-      for (const size_t bytes : {0, 1, 63, 64, 65, 127, 128, 500}) {
-        kiln_sha256_t first;
-        kiln_sha256_t second;
-        kiln_sha256_init(&first);
-        kiln_sha256_init(&second);
-        kiln_sha256_update(&first, a.data(), before);
-        kiln_sha256_update(&second, b.data(), before + skew);
-        kiln_sha256_update_pair(&first, a.data() + before, &second,
-                                b.data() + before + skew, bytes);
-        EXPECT_EQ(hex(&first), HexOf(a.substr(0, before + bytes)))
-            << before << " " << skew << " " << bytes;
-        EXPECT_EQ(hex(&second), HexOf(b.substr(0, before + skew + bytes)))
-            << before << " " << skew << " " << bytes;
+  std::vector<std::string> messages(40, std::string(1000, '\0'));
+  std::vector<std::array<uint8_t, 64>> heads(messages.size());
+  std::vector<const void*> tails;
+  for (size_t i = 0; i < messages.size(); ++i) {
+    for (char& c : messages[i]) c = static_cast<char>(random());
+    for (uint8_t& byte : heads[i]) byte = static_cast<uint8_t>(random());
+    tails.push_back(messages[i].data());
+  }
+  static_assert(sizeof(heads[0]) == 64);
+  for (size_t count = 0; count <= messages.size(); ++count) {
+    for (const size_t bytes :
+         {0, 1, 55, 56, 63, 64, 65, 127, 128, 191, 512, 703, 1000}) {
+      std::vector<uint8_t> digests(32 * count + 1, 0xa5);
+      kiln_sha256_many(reinterpret_cast<const uint8_t(*)[64]>(heads.data()),
+                       tails.data(), bytes, count, digests.data());
+      for (size_t i = 0; i < count; ++i) {
+        const std::string head(heads[i].begin(), heads[i].end());
+        EXPECT_EQ(ToHex(absl::string_view(
+                      reinterpret_cast<char*>(digests.data()) + 32 * i, 32)),
+                  HexOf(head + messages[i].substr(0, bytes)))
+            << i << " of " << count << ", " << bytes << " bytes";
       }
+      EXPECT_EQ(digests.back(), 0xa5);
     }
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(WithAndWithoutExtensions, Sha256Test,
-                         ::testing::Bool());
+                         ::testing::Values(0, 1, 2));
 
 TEST(Sha256ExtensionsTest, AgreeWithThePortableCodeAtEveryLength) {
   std::string message;

@@ -191,6 +191,57 @@ struct FakeDriverCalls {
     return kCudaSuccess;
   }
 
+  static int MemAlloc(uint64_t* memory, size_t bytes) {
+    int result = kCudaSuccess;
+    if (fake().Enter("cuMemAlloc", &result)) return result;
+    if (fake().current() == nullptr) return kErrorInvalidContext;
+    if (bytes == 0) return kCudaErrorInvalidValue;
+    // Room to begin at a multiple of 256, as the real driver does.
+    std::vector<uint8_t> piece(bytes + 255);
+    *memory = (reinterpret_cast<uintptr_t>(piece.data()) + 255) / 256 * 256;
+    fake().memory_[*memory] = std::move(piece);
+    return kCudaSuccess;
+  }
+
+  // A failed call has freed the memory all the same.
+  static int MemFree(uint64_t memory) {
+    int result = kCudaSuccess;
+    fake().Enter("cuMemFree", &result);
+    return fake().memory_.erase(memory) == 1 ? result : kCudaErrorInvalidValue;
+  }
+
+  // `bytes` bytes at `memory` lie in one live piece.
+  static bool Inside(uint64_t memory, size_t bytes) {
+    auto at = fake().memory_.upper_bound(memory);
+    if (at == fake().memory_.begin()) return false;
+    --at;
+    return memory - at->first + bytes <= at->second.size() - 255;
+  }
+
+  static int MemSet(uint64_t memory, unsigned char value, size_t bytes) {
+    int result = kCudaSuccess;
+    if (fake().Enter("cuMemsetD8", &result)) return result;
+    if (!Inside(memory, bytes)) return kCudaErrorInvalidValue;
+    std::memset(reinterpret_cast<void*>(memory), value, bytes);
+    return kCudaSuccess;
+  }
+
+  static int MemCopyIn(uint64_t to, const void* from, size_t bytes) {
+    int result = kCudaSuccess;
+    if (fake().Enter("cuMemcpyHtoD", &result)) return result;
+    if (!Inside(to, bytes)) return kCudaErrorInvalidValue;
+    std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+    return kCudaSuccess;
+  }
+
+  static int MemCopyOut(void* to, uint64_t from, size_t bytes) {
+    int result = kCudaSuccess;
+    if (fake().Enter("cuMemcpyDtoH", &result)) return result;
+    if (!Inside(from, bytes)) return kCudaErrorInvalidValue;
+    std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
+    return kCudaSuccess;
+  }
+
   static int LaunchKernel(CUfunc_st* function, unsigned grid_x, unsigned grid_y,
                           unsigned grid_z, unsigned block_x, unsigned block_y,
                           unsigned block_z, unsigned shared_bytes,
@@ -246,6 +297,7 @@ struct FakeDriverCalls {
     if (bytes != declared) return kCudaErrorInvalidValue;
     const auto* begin = static_cast<const uint8_t*>(block);
     if (bytes != 0) launch.params.assign(begin, begin + bytes);
+    if (fake().on_launch) fake().on_launch(launch);
     fake().launches_.push_back(launch);
     return kCudaSuccess;
   }
@@ -272,6 +324,11 @@ FakeDriver::FakeDriver() {
   table_.func_get_param_info = FakeDriverCalls::FuncGetParamInfo;
   table_.func_get_attribute = FakeDriverCalls::FuncGetAttribute;
   table_.func_set_attribute = FakeDriverCalls::FuncSetAttribute;
+  table_.mem_alloc = FakeDriverCalls::MemAlloc;
+  table_.mem_free = FakeDriverCalls::MemFree;
+  table_.mem_set = FakeDriverCalls::MemSet;
+  table_.mem_copy_in = FakeDriverCalls::MemCopyIn;
+  table_.mem_copy_out = FakeDriverCalls::MemCopyOut;
   table_.launch_kernel = FakeDriverCalls::LaunchKernel;
   table_.launch_kernel_ex = FakeDriverCalls::LaunchKernelEx;
   Reset();
@@ -281,6 +338,8 @@ void FakeDriver::Reset() {
   ClearLog();
   for (CUmod_st* module : modules_) delete module;
   modules_.clear();
+  memory_.clear();
+  on_launch = nullptr;
   contexts_[0].device = 0;
   contexts_[1].device = 1;
   context_stack = {&contexts_[0]};

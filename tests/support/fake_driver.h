@@ -14,6 +14,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -92,6 +93,9 @@ class FakeDriver {
 
   size_t live_modules() const { return modules_.size(); }
 
+  // Pieces of device memory, which is host memory here.
+  size_t live_memory() const { return memory_.size(); }
+
   CUctx_st* current() const {
     return context_stack.empty() ? nullptr : context_stack.back();
   }
@@ -104,6 +108,8 @@ class FakeDriver {
   int driver_version = 13000;
   std::map<int, int> device_attributes;
   std::vector<CUctx_st*> context_stack;  // current one last; may be emptied
+  // Runs at each launch; for kernels that compute something.
+  std::function<void(const FakeLaunch&)> on_launch;
 
  private:
   friend struct FakeDriverCalls;
@@ -117,6 +123,7 @@ class FakeDriver {
   std::vector<std::string> calls_;
   std::vector<FakeLaunch> launches_;
   std::set<CUmod_st*> modules_;
+  std::map<uint64_t, std::vector<uint8_t>> memory_;  // by address
   size_t fail_at_ = 0;
   int fail_result_ = 0;
   bool failed_ = false;

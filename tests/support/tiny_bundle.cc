@@ -72,6 +72,17 @@ Plan MakePlan(const Target& target, Interval interval, PlanBody body,
   return plan;
 }
 
+std::vector<BufferFill> CudaBuffers() {
+  return {{.kind = BufferFill::Kind::kWords,
+           .element_bytes = 2,
+           .bytes_per_token = 2 * kTinyHidden,
+           .a = 0x807f,
+           .b = 0x3f00},
+          {.kind = BufferFill::Kind::kNone,
+           .element_bytes = 4,
+           .bytes_per_token = 4 * kTinyHidden}};
+}
+
 PlanBody CpuBody(uint32_t capacity, uint32_t threads) {
   PlanBody body;
   body.template_name = "sumsq.cpu";
@@ -112,7 +123,7 @@ Kernel CpuKernelRecord(const std::string& name, uint32_t bytes) {
 
 RequestGeometry TinyGeometry() {
   RequestGeometry geometry;
-  geometry.hidden = 256;
+  geometry.hidden = kTinyHidden;
   geometry.intermediate = 128;
   geometry.experts = 4;
   geometry.top_k = 2;
@@ -164,12 +175,14 @@ BundleSection TinyCudaSection() {
   BundleEntry moe;
   moe.name = "moe";
   moe.geometry = TinyGeometry();
+  moe.buffers = CudaBuffers();
   moe.plans = {MakePlan(kCuda, {1, 1}, CudaBody(1, 1), digests),
                MakePlan(kCuda, {2, 4}, CudaBody(4, 2), digests),
                MakePlan(kCuda, {5, 64}, CudaBody(64, 4), digests)};
   BundleEntry dense;
   dense.name = "dense";
   dense.geometry = TinyGeometry();
+  dense.buffers = CudaBuffers();
   dense.plans = {MakePlan(kCuda, {1, 8}, CudaBody(8, 8), digests)};
   section.entries = {moe, dense};
   return section;
@@ -186,6 +199,15 @@ BundleSection TinyCpuSection(const std::string& binary) {
   BundleEntry entry;
   entry.name = "sumsq";
   entry.geometry = TinyGeometry();
+  // Positive floats in [1, 2).
+  entry.buffers = {{.kind = BufferFill::Kind::kWords,
+                    .element_bytes = 4,
+                    .bytes_per_token = 4 * kTinyWidth,
+                    .a = 0x007fffff,
+                    .b = 0x3f800000},
+                   {.kind = BufferFill::Kind::kNone,
+                    .element_bytes = 4,
+                    .bytes_per_token = 4}};
   entry.plans = {MakePlan(kCpu, {1, 2}, CpuBody(2, 1), digests),
                  MakePlan(kCpu, {3, 256}, CpuBody(256, 2), digests)};
   section.entries = {entry};
@@ -224,6 +246,10 @@ BundleSection ExampleSection() {
   BundleEntry entry;
   entry.name = "moe";
   entry.geometry = TinyGeometry();
+  entry.buffers = {{.kind = BufferFill::Kind::kNone,
+                    .element_bytes = 4,
+                    .bytes_per_token = 4 * kTinyHidden}};
+  entry.golden = {{Interval{1, 4}, Sha256("golden")}};
   entry.plans = {
       MakePlan(target, {1, 4}, body, {section.programs[0]->key.digest})};
   section.entries = {entry};

@@ -20,6 +20,7 @@ namespace kiln::testing {
 //   fc1: 2 parameters, an arena slice, m and a u32, 1 KiB of static and 64 KiB
 //   of dynamic shared memory; grid (ceil(m / 4), 8, 1)
 //   fc2: an arena slice, a parameter, m; grid (min(m, 32), 1, 1)
+inline constexpr uint32_t kTinyHidden = 256;  // H
 BundleSection TinyCudaSection();
 
 // Entry "sumsq" with plans for 1..2 (one thread) and 3..256 (two threads):

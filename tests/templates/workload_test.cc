@@ -9,6 +9,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "runtime/bundle_format.h"
 
 namespace kiln {
 namespace {
@@ -46,6 +47,72 @@ bool IsActive(int64_t id) { return id >= 0 && id < 8; }
 constexpr Routing kAll[] = {Routing::kUniform, Routing::kRagged,
                             Routing::kZipf,    Routing::kHot,
                             Routing::kExtreme, Routing::kOneTerm};
+
+// What golden replay would compute: finite and of order one, so that no wrong
+// instruction hides in an infinity or below the smallest number.
+TEST(FusedMoeBuffersTest, GoldenInputsGiveOutputsOfOrderOne) {
+  for (const DType io : {DType::kBf16, DType::kF16}) {
+    const RequestGeometry geometry = Geometry(io, DType::kI32);
+    const std::vector<BufferFill> fills = FusedMoeBuffers(geometry);
+    ASSERT_EQ(fills.size(), kFusedMoeParamCount);
+    constexpr uint32_t kTokens = 6;
+    const std::vector<uint64_t> bytes = FusedMoeBytes(geometry, kTokens);
+    std::vector<std::string> buffers(fills.size());
+    for (size_t s = 0; s < fills.size(); ++s) {
+      const BufferFill& fill = fills[s];
+      EXPECT_EQ(fill.bytes + fill.bytes_per_token * kTokens, bytes[s]) << s;
+      const bool output = s + 1 == fills.size();
+      EXPECT_EQ(fill.kind == BufferFill::Kind::kNone, output) << s;
+      for (uint64_t j = 0; j < bytes[s] / fill.element_bytes; ++j) {
+        const uint64_t random = kiln_golden_random(static_cast<uint32_t>(s), j);
+        const uint64_t value = fill.kind == BufferFill::Kind::kIndices
+                                   ? random % fill.a
+                                   : (random & fill.a) | fill.b;
+        buffers[s].append(reinterpret_cast<const char*>(&value),
+                          fill.element_bytes);
+      }
+    }
+    const auto half = [&](FusedMoeParam param) {
+      return reinterpret_cast<const uint16_t*>(
+          buffers[static_cast<size_t>(param)].data());
+    };
+    FusedMoeProblem problem;
+    problem.tokens = kTokens;
+    problem.hidden = geometry.hidden;
+    problem.intermediate = geometry.intermediate;
+    problem.experts = geometry.experts;
+    problem.top_k = geometry.top_k;
+    problem.codebook = geometry.weights.codebook;
+    problem.bits = geometry.weights.bits;
+    problem.shared_scales = geometry.weights.shared_scales;
+    problem.x_dtype = geometry.io_dtype;
+    problem.id_dtype = geometry.id_dtype;
+    problem.x = half(FusedMoeParam::kX);
+    problem.topk_ids = half(FusedMoeParam::kTopkIds);
+    problem.topk_weights =
+        reinterpret_cast<const float*>(half(FusedMoeParam::kTopkWeights));
+    problem.w_gate = half(FusedMoeParam::kWGate);
+    problem.w_up = half(FusedMoeParam::kWUp);
+    problem.w_down = half(FusedMoeParam::kWDown);
+    problem.gate_suh = half(FusedMoeParam::kGateSuh);
+    problem.up_suh = half(FusedMoeParam::kUpSuh);
+    problem.rotations = half(FusedMoeParam::kRotations);
+    problem.down_svh = half(FusedMoeParam::kDownSvh);
+    std::vector<int64_t> rows(kTokens);
+    for (uint32_t t = 0; t < kTokens; ++t) rows[t] = t;
+    std::vector<double> out(kTokens * 256);
+    FusedMoeReferenceRows(problem, rows, ReferenceMode::kFloat64, out.data(),
+                          1);
+    double squares = 0;
+    for (const double value : out) {
+      ASSERT_TRUE(std::isfinite(value));
+      squares += value * value;
+    }
+    const double rms = std::sqrt(squares / static_cast<double>(out.size()));
+    EXPECT_GT(rms, 1e-3);
+    EXPECT_LT(rms, 1e3);
+  }
+}
 
 TEST(FusedMoeWorkloadTest, BuffersHaveTheSizesOfTheParameterBlock) {
   for (const DType id : {DType::kI32, DType::kI64}) {

@@ -5,14 +5,16 @@
 """
 
 import copy
+import hashlib
 import json
 import os
 import pathlib
 import shutil
+import subprocess
 import tempfile
 import unittest
 
-from small_bundle import REQUEST, kiln, make
+from small_bundle import KILN, REQUEST, kiln, make, repair_root
 
 DONE, DIFFERENT, USAGE, REFUSED = 0, 1, 2, 4
 
@@ -222,6 +224,145 @@ class BundleToolsTest(unittest.TestCase):
         link.symlink_to(secret)
         self.assertNotEqual(
             kiln("sign", bundle, "--key", link).returncode, DONE)
+
+    def test_inputs_that_are_not_there_are_usage_errors_everywhere(self):
+        absent = self.folder / "absent.kiln"
+        _, public = self.new_key("absent.key")
+        for arguments in (
+                ("verify", absent), ("verify", self.folder),
+                ("inspect", absent), ("inspect", self.folder),
+                ("diff", absent, self.bundle), ("diff", self.bundle, absent),
+                ("run", absent, "--entry", "moe", "--tokens", 1),
+                ("run", self.folder, "--entry", "moe", "--tokens", 1),
+                ("sign", absent, "--key", self.folder / "absent.key"),
+                ("sign", self.bundle, "--key", absent),
+                ("verify", self.bundle, "--key", absent),
+                ("verify", absent, "--key", public)):
+            done = self.run_kiln(USAGE, *arguments)
+            self.assertEqual(done.stdout, "", arguments)
+            self.assertIn("kiln: cannot open" if self.folder not in arguments
+                          else "not a regular file", done.stderr)
+
+    def test_no_keys_are_left_when_there_is_nothing_to_sign(self):
+        damaged = self.folder / "unsignable.kiln"
+        damaged.write_bytes(self.bundle.read_bytes()[:-1])
+        for code, file, *rest in (
+                (USAGE, self.folder / "absent.kiln"), (REFUSED, damaged),
+                (1, self.bundle, "-o", self.folder / "no" / "such" / "folder")):
+            key = self.folder / "homeless.key"
+            self.run_kiln(code, "sign", file, "--new-key", "--key", key, *rest)
+            self.assertFalse(key.exists())
+            self.assertFalse(pathlib.Path(f"{key}.pub").exists())
+
+    # golden replay
+
+    def test_golden_replay_passes_where_the_bundle_was_frozen(self):
+        done = self.run_kiln(DONE, "--json", "verify", self.bundle,
+                             "--selftest", "--allow-unqualified")
+        out = json.loads(done.stdout)["selftest"]
+        self.assertEqual((out["passed"], out["failed"], out["no_digest"],
+                          out["not_deterministic"]), (2, 0, 0, 0))
+        done = self.run_kiln(DONE, "verify", self.bundle, "--selftest",
+                             "--allow-unqualified")
+        self.assertEqual(done.stdout.count(" passed"), 2, done.stdout)
+
+    def test_a_changed_constant_of_a_program_is_caught(self):
+        # 1.0f beside the machine code, under a right digest and a right root:
+        # the file itself has nothing to say.
+        whole = self.bundle.read_bytes()
+        programs = json.loads(self.run_kiln(
+            DONE, "--json", "inspect",
+            self.bundle).stdout)["sections"][0]["programs"]
+        one, caught = b"\x00\x00\x80\x3f", 0
+        for program in programs:
+            digest = bytes.fromhex(program["binary_digest"])
+            begin = next(
+                at for at in range(0, len(whole), 64)
+                if whole[at:at + 4] == b"\x7fELF" and hashlib.sha256(
+                    whole[at:at + program["bytes"]]).digest() == digest)
+            end = begin + program["bytes"]
+            data = bytearray(whole)
+            at = data.find(one, begin, end)
+            if at < 0:
+                continue
+            while at > 0:
+                data[at + 2] = 0xc0  # 1.5f
+                at = data.find(one, at, end)
+            where = data.index(digest)
+            data[where:where + 32] = hashlib.sha256(data[begin:end]).digest()
+            repair_root(data)
+            path = self.folder / "tampered.kiln"
+            path.write_bytes(data)
+            self.run_kiln(DONE, "verify", path)
+            done = kiln("verify", path, "--selftest", "--allow-unqualified")
+            if done.returncode == REFUSED and "golden replay" in done.stderr:
+                self.assertIn(" FAILED", done.stdout)
+                caught += 1
+        self.assertGreater(caught, 0)
+
+    def test_a_bundle_frozen_without_its_device_says_that_nothing_is_tested(
+            self):
+        bundle = self.freeze("no_golden", "--no-golden")
+        done = self.run_kiln(3, "verify", bundle, "--selftest",
+                             "--allow-unqualified")
+        self.assertEqual(done.stdout.count("skipped: no digest"), 2)
+        self.assertIn("nothing was tested", done.stderr)
+        self.run_kiln(DONE, "verify", bundle)
+
+    # reproducible bytes
+
+    def freeze(self, name, *arguments, cache=None, manifest=None, **how):
+        bundle = self.folder / f"{name}.kiln"
+        done = subprocess.run(
+            [str(KILN), "--cache", str(cache or self.folder / "a.cache"),
+             "freeze", str(manifest or self.folder / "a.json"), "--target",
+             "cpu", "--max-candidates", "1", "--allow-unqualified", "-o",
+             str(bundle), *arguments],
+            capture_output=True, text=True, check=False, **how)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return bundle
+
+    def test_frozen_bytes_do_not_depend_on_who_where_or_how(self):
+        expected = self.bundle.read_bytes()
+        for name, how in (
+                ("umask", {"umask": 0o077}), ("wide", {"umask": 0}),
+                ("env", {"env": {"HOME": "/nowhere", "USER": "someone",
+                                 "TZ": "Asia/Tokyo", "LANG": "tr_TR.UTF-8",
+                                 "SOURCE_DATE_EPOCH": "1"}}),
+                ("cwd", {"cwd": "/"})):
+            self.assertEqual(self.freeze(name, **how).read_bytes(), expected,
+                             name)
+        # The cache and the manifest under other paths, with other times.
+        other = self.folder / "other place" / "deeper"
+        shutil.copytree(self.folder / "a.cache", other / "cache")
+        manifest = other / "renamed manifest"
+        shutil.copy(self.folder / "a.json", manifest)
+        os.utime(manifest, (1, 1))
+        self.assertEqual(
+            self.freeze("moved", cache=other / "cache",
+                        manifest=manifest).read_bytes(), expected)
+
+    def test_frozen_bytes_do_not_depend_on_the_user(self):
+        if os.geteuid() != 0:
+            self.skipTest("only root can become another user")
+        scratch = tempfile.mkdtemp(prefix="kiln_other_user.")
+        self.addCleanup(shutil.rmtree, scratch, ignore_errors=True)
+        place = pathlib.Path(scratch)
+        shutil.copytree(self.folder / "a.cache", place / "cache")
+        shutil.copy(self.folder / "a.json", place / "a.json")
+        for program in ("kiln", "kiln-cc-cpu"):
+            shutil.copy(KILN.parent / program, place / program)
+        for path in (place, *place.rglob("*")):
+            os.chown(path, 65534, 65534)
+        done = subprocess.run(
+            [str(place / "kiln"), "--cache", str(place / "cache"), "freeze",
+             str(place / "a.json"), "--target", "cpu", "--max-candidates", "1",
+             "--allow-unqualified", "-o", str(place / "a.kiln")],
+            capture_output=True, text=True, check=False, user=65534,
+            group=65534, extra_groups=[], env={"HOME": scratch})
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual((place / "a.kiln").read_bytes(),
+                         self.bundle.read_bytes())
 
     def test_a_key_is_never_overwritten(self):
         secret, public = self.new_key("kept.key")

@@ -159,10 +159,14 @@ with runtime.open({str(self.bundle)!r}) as bundle:
                              {"libc.so.6", "ld-linux-x86-64.so.2"})
 
     def test_start_up_takes_less_than_40_lines(self):
-        text = (self.examples / "engine.c").read_text()
-        start = text.index("static int Start(")
-        end = text.index("\n}\n", start)
-        self.assertLess(text[start:end].count("\n") + 2, 40)
+        for name, begin, end in (("engine.c", "static int Start(", "\n}\n"),
+                                 ("engine_cpp.cc", "  Engine(const char* path,",
+                                  "\n  }\n")):
+            text = (self.examples / name).read_text()
+            start = text.index(begin)
+            lines = text[start:text.index(end, start)].count("\n") + 2
+            self.assertLess(lines, 40, name)
+            self.assertGreater(lines, 5, name)
 
 
 if __name__ == "__main__":

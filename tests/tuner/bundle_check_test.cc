@@ -93,6 +93,18 @@ const Difference kDifferences[] = {
      [](BundleSection* s) { P(s).body.params[1].shape = "y"; }},
     {"parameter 1, output",
      [](BundleSection* s) { P(s).body.params[1].output = false; }},
+    {"bytes_per_token",
+     [](BundleSection* s) { s->entries[0].buffers[1].bytes_per_token += 4; }},
+    {"element_bytes",
+     [](BundleSection* s) { s->entries[0].buffers[0].element_bytes = 4; }},
+    {"buffer bytes",
+     [](BundleSection* s) { s->entries[0].buffers[0].bytes = 2; }},
+    {"fill a", [](BundleSection* s) { s->entries[0].buffers[0].a = 1; }},
+    {"fill b", [](BundleSection* s) { s->entries[0].buffers[0].b = 1; }},
+    {"golden digest",
+     [](BundleSection* s) {
+       s->entries[0].golden[P(s).interval] = Sha256("other");
+     }},
     {"arena slice 1, name",
      [](BundleSection* s) { P(s).body.arena.slices[1].name = "y"; }},
     {"arena slice 1, offset",

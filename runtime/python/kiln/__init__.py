@@ -4,6 +4,7 @@
     runtime = kiln.Runtime()                      # libkiln_runtime.so.1
     with runtime.open("model.kiln") as bundle:
         modules = bundle.load(target="cpu")       # preflight: before serving
+    modules.selftest()                            # golden replay, if you like
     entry = modules.find("moe", tokens)
     arena = torch.empty(...)                      # entry.arena_bytes, 256-aligned
     entry.launch(tokens, [x, ids, ..., out], arena)
@@ -17,12 +18,12 @@ checked where they can tell. See kiln.torch_op for a PyTorch custom operator.
 
 from ._buffers import Buffer, aligned_buffer
 from ._runtime import (Bundle, BundleError, DispatchError, Entry, Error,
-                       Modules, Param, PreflightError, Runtime, Status,
-                       UsageError)
+                       Modules, Param, PreflightError, Runtime, Selftest,
+                       Status, UsageError)
 from ._torch import torch_op
 
 __all__ = [
     "Buffer", "Bundle", "BundleError", "DispatchError", "Entry", "Error",
-    "Modules", "Param", "PreflightError", "Runtime", "Status", "UsageError",
-    "aligned_buffer", "torch_op",
+    "Modules", "Param", "PreflightError", "Runtime", "Selftest", "Status",
+    "UsageError", "aligned_buffer", "torch_op",
 ]

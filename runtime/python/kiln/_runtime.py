@@ -41,6 +41,7 @@ class Status(enum.IntEnum):
     PARAMETER_LAYOUT = 29
     PREDICTED_PLANS = 30
     UNQUALIFIED_PLANS = 31
+    SELFTEST_MISMATCH = 32
     ENTRY_NOT_FOUND = 40
     ENTRY_FOREIGN = 41
     TOKENS_OUT_OF_RANGE = 42
@@ -150,6 +151,13 @@ class _ParamInfo(_Sized):
                 ("shape", ctypes.c_char_p)]
 
 
+class _SelftestResult(_Sized):
+    _fields_ = [("struct_size", ctypes.c_uint32), ("passed", ctypes.c_uint32),
+                ("computed", ctypes.c_uint32),
+                ("not_deterministic", ctypes.c_uint32),
+                ("no_digest", ctypes.c_uint32)]
+
+
 _HANDLE = ctypes.c_void_p
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
@@ -185,6 +193,8 @@ class Runtime:
                  pointer(_HANDLE)),
                 ("kiln_modules_unload", _HANDLE),
                 ("kiln_modules_info", _HANDLE, pointer(_ModulesInfo)),
+                ("kiln_modules_selftest", _HANDLE, ctypes.c_void_p,
+                 pointer(_SelftestResult)),
                 ("kiln_entry_find", _HANDLE, _TEXT, _U64, pointer(_HANDLE)),
                 ("kiln_entry_arena_size", _HANDLE, pointer(_U64),
                  pointer(_U64)),
@@ -327,6 +337,14 @@ class Param:
     output: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class Selftest:
+    """How many plans golden replay found right, and how many it skipped."""
+    passed: int
+    not_deterministic: int
+    no_digest: int
+
+
 class Modules(_Handle):
     """One section, loaded. Launches may come from any thread. `device`: the
     driver's number of the CUDA device, None on the CPU."""
@@ -350,6 +368,17 @@ class Modules(_Handle):
     def close(self) -> None:
         self._entries.clear()
         super().close()
+
+    def selftest(self) -> Selftest:
+        """Golden replay, before serving: runs every plan that has a digest
+        once and compares its output with that of freeze. Raises PreflightError
+        (Status.SELFTEST_MISMATCH) when one differs. Allocates every buffer of
+        the largest entry meanwhile."""
+        result = _SelftestResult()
+        self._runtime.call("kiln_modules_selftest", self._handle, None,
+                           ctypes.byref(result))
+        return Selftest(result.passed, result.not_deterministic,
+                        result.no_digest)
 
     def find(self, name: str, m: int) -> "Entry":
         """The plan that serves `m` tokens; raises DispatchError."""
