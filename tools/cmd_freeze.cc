@@ -21,7 +21,8 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
   absl::StatusOr<FreezeResult> frozen =
       Freeze(manifest, options,
              {.allow_predicted = command.allow_predicted,
-              .allow_unqualified = command.allow_unqualified},
+              .allow_unqualified = command.allow_unqualified,
+              .regret_cap = command.regret_cap},
              &cache);
   for (const std::string& warning : cache.TakeWarnings()) {
     std::fprintf(stderr, "cache: %s\n", warning.c_str());
@@ -40,6 +41,7 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
     out["bytes"] = frozen->bytes.size();
     out["entries"] = frozen->entries;
     out["plans"] = frozen->plans;
+    out["merged"] = frozen->merged;
     out["predicted"] = frozen->predicted;
     out["unqualified"] = frozen->unqualified;
     out["programs"] = frozen->programs;
@@ -47,11 +49,11 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
   } else {
     std::printf(
         "%s: %s, %zu entries, %zu plans (%zu predicted, %zu "
-        "unqualified), %zu "
-        "programs\nroot %s\n",
+        "unqualified) for %zu intervals, %zu programs\nroot %s\n",
         command.output.c_str(), FormatBytes(frozen->bytes.size()).c_str(),
         frozen->entries, frozen->plans, frozen->predicted, frozen->unqualified,
-        frozen->programs, frozen->root.ToHex().c_str());
+        frozen->plans + frozen->merged, frozen->programs,
+        frozen->root.ToHex().c_str());
   }
   return kExitDone;
 }

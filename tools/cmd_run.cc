@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "compiler/base/status_macros.h"
+#include "tools/bundle_device.h"
 #include "tools/bundle_view.h"
 #include "tools/cli.h"
 #include "tuner/device.h"
@@ -23,56 +24,6 @@ namespace {
 // Rows that --check compares at most.
 constexpr uint32_t kRowsMax = 64;
 constexpr int kTimedRuns = 5;
-
-// Opens the device that a section of the bundle is for: the named one, else
-// the GPU if there is a section for it, else the CPU.
-absl::StatusOr<std::unique_ptr<Device>> ChooseDevice(
-    const BundleView& bundle, const RunCommand& command) {
-  std::vector<Target> targets;
-  for (uint32_t s = 0; s < bundle.info().section_count; ++s) {
-    ASSIGN_OR_RETURN(const Target target,
-                     ParseTarget(bundle.Section(s).target));
-    targets.push_back(target);
-  }
-  const auto has = [&targets](const Target& target) {
-    return std::find(targets.begin(), targets.end(), target) != targets.end();
-  };
-  if (!command.target.empty()) {
-    ASSIGN_OR_RETURN(const std::vector<Target> wanted,
-                     ParseTargets({command.target}));
-    if (!has(wanted[0])) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("the bundle has no section for ", wanted[0].ToString(),
-                       "; see kiln inspect"));
-    }
-    if (wanted[0].backend == Backend::kCpu) return OpenCpuDevice(wanted[0]);
-    return OpenCudaDevice(command.device, wanted[0]);
-  }
-  const std::vector<DeviceProfile> devices = ListCudaDevices();
-  if (static_cast<size_t>(command.device) < devices.size()) {
-    Target target = devices[static_cast<size_t>(command.device)].target;
-    if (has(target)) return OpenCudaDevice(command.device, target);
-    target.arch_specific = false;
-    if (has(target)) return OpenCudaDevice(command.device, target);
-  }
-  std::optional<Target> best;
-  const absl::StatusOr<Target> host = HostCpuTarget();
-  for (const Target& target : targets) {
-    if (target.backend == Backend::kCpu && host.ok() &&
-        target.level <= host->level &&
-        (!best.has_value() || target.level > best->level)) {
-      best = target;
-    }
-  }
-  if (best.has_value()) return OpenCpuDevice(*best);
-  std::string sections;
-  for (const Target& target : targets) {
-    absl::StrAppend(&sections, sections.empty() ? "" : ", ", target.ToString());
-  }
-  return absl::FailedPreconditionError(
-      absl::StrCat("this machine has no device for the bundle: it serves ",
-                   sections, devices.empty() ? "; no GPU was found" : ""));
-}
 
 struct RunResult {
   double ns = 0;  // median of a few runs
@@ -200,7 +151,7 @@ absl::StatusOr<int> RunRun(const GlobalOptions& global,
   ASSIGN_OR_RETURN(const BundleView bundle,
                    BundleView::Open(command.file, std::nullopt));
   ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
-                   ChooseDevice(bundle, command));
+                   OpenDeviceFor(bundle, command.target, command.device));
   uint32_t flags = 0;
   if (command.allow_predicted) flags |= KILN_LOAD_ALLOW_PREDICTED;
   if (command.allow_unqualified) flags |= KILN_LOAD_ALLOW_UNQUALIFIED;
@@ -219,17 +170,8 @@ absl::StatusOr<int> RunRun(const GlobalOptions& global,
     }
     return kExitDone;
   }
-  const std::string target = device->profile().target.ToString();
-  absl::StatusOr<RequestGeometry> geometry =
-      absl::InternalError("entry vanished");
-  for (uint32_t s = 0; s < bundle.info().section_count; ++s) {
-    if (bundle.Section(s).target != target) continue;
-    for (uint32_t e = 0; e < bundle.Section(s).entry_count; ++e) {
-      if (bundle.Entry(s, e).name == command.entry) {
-        geometry = bundle.Geometry(s, e);
-      }
-    }
-  }
+  const absl::StatusOr<RequestGeometry> geometry =
+      GeometryOf(bundle, device->profile().target, command.entry);
   RETURN_IF_ERROR(geometry.status());
   kiln_plan_info_t info = {};
   info.struct_size = sizeof(info);

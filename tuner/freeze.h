@@ -12,6 +12,7 @@
 #include "cache/plan_cache.h"
 #include "compiler/base/digest.h"
 #include "compiler/spec/manifest.h"
+#include "tuner/capacity_curve.h"
 #include "tuner/prewarm.h"
 #include "tuner/qualification.h"
 
@@ -25,7 +26,8 @@ struct FreezeResult {
   std::string bytes;
   Digest root;
   size_t entries = 0;
-  size_t plans = 0;
+  size_t plans = 0;   // in the bundle
+  size_t merged = 0;  // intervals that the plan of a larger capacity serves
   size_t predicted = 0;
   size_t unqualified = 0;  // plans of templates without a qualification
   size_t programs = 0;
@@ -35,11 +37,13 @@ struct FreezeResult {
 struct FreezePolicy {
   bool allow_predicted = false;    // plans that never ran
   bool allow_unqualified = false;  // templates without a qualification
+  double regret_cap = kRegretCap;  // of MergeIntervals
   std::vector<QualificationReceipt> receipts = Receipts();
 };
 
-// Builds the bundle of every request of the manifest on every target. Equal
-// caches give equal bytes.
+// Builds the bundle of every request of the manifest on every target. Adjacent
+// intervals that one plan may serve become one (tuner/capacity_curve.h); the
+// bundle's intervals leave no gap. Equal caches give equal bytes.
 //   Errors: NotFound when an interval has no stored plan, naming it and the
 //   command that makes one; FailedPrecondition for predicted plans and
 //   for templates without a qualification, unless allowed; DataLoss when a

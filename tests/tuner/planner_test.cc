@@ -91,7 +91,7 @@ class EveryModelAndTargetTest
 TEST_P(EveryModelAndTargetTest, HasValidDistinctCandidatesForEveryInterval) {
   const int limit = DefaultCandidatesMax(device_.target.backend);
   for (const PlannedRequest& request : requests_) {
-    Planner planner(request.geometry, device_, TestToolchain(), limit);
+    Planner planner(request.geometry, device_, TestToolchain(), {limit});
     std::set<Digest> keys;
     for (const Interval& interval : request.intervals) {
       SCOPED_TRACE(interval.m_max);
@@ -123,7 +123,7 @@ TEST_P(EveryModelAndTargetTest, LaunchesFitTheDeviceAtEveryLiveSize) {
   const bool cuda = device_.target.backend == Backend::kCuda;
   const int limit = DefaultCandidatesMax(device_.target.backend);
   for (const PlannedRequest& request : requests_) {
-    Planner planner(request.geometry, device_, TestToolchain(), limit);
+    Planner planner(request.geometry, device_, TestToolchain(), {limit});
     for (const Interval& interval : request.intervals) {
       ASSERT_OK_AND_ASSIGN(const IntervalPlan plan, planner.Plan(interval));
       for (const PlannedCandidate& candidate : plan.candidates) {
@@ -155,8 +155,8 @@ TEST_P(EveryModelAndTargetTest, LaunchesFitTheDeviceAtEveryLiveSize) {
 TEST_P(EveryModelAndTargetTest, EqualInputsGiveEqualPlans) {
   const PlannedRequest& request = requests_.front();
   const Interval& interval = request.intervals.back();
-  Planner first(request.geometry, device_, TestToolchain(), 5);
-  Planner second(request.geometry, device_, TestToolchain(), 5);
+  Planner first(request.geometry, device_, TestToolchain(), {5});
+  Planner second(request.geometry, device_, TestToolchain(), {5});
   // Other work before must not matter.
   ASSERT_OK(second.Plan(request.intervals.front()));
   ASSERT_OK_AND_ASSIGN(const IntervalPlan a, first.Plan(interval));
@@ -188,16 +188,17 @@ TEST(PlannerTest, ASmallerLimitIsAPrefixOfALargerOne) {
     const Interval interval = {33, 64};
     ASSERT_OK_AND_ASSIGN(
         const IntervalPlan all,
-        Planner(Qwen(), ProfileOf(target), TestToolchain(), 100000)
+        Planner(Qwen(), ProfileOf(target), TestToolchain(), {100000})
             .Plan(interval));
-    EXPECT_EQ(all.left_out, 0u);
+    EXPECT_EQ(all.pruned.size(), 0u);
     for (const int limit : {1, 2, 7, 16}) {
       ASSERT_OK_AND_ASSIGN(
           const IntervalPlan some,
-          Planner(Qwen(), ProfileOf(target), TestToolchain(), limit)
+          Planner(Qwen(), ProfileOf(target), TestToolchain(), {limit})
               .Plan(interval));
       ASSERT_EQ(some.candidates.size(), static_cast<size_t>(limit));
-      EXPECT_EQ(some.left_out + some.candidates.size(), all.candidates.size())
+      EXPECT_EQ(some.pruned.size() + some.candidates.size(),
+                all.candidates.size())
           << "what was left out is counted";
       for (size_t i = 0; i < some.candidates.size(); ++i) {
         EXPECT_EQ(some.candidates[i].digest, all.candidates[i].digest) << i;
@@ -208,7 +209,7 @@ TEST(PlannerTest, ASmallerLimitIsAPrefixOfALargerOne) {
 
 // Points of the space, and the reasons among them.
 size_t CountPoints(const IntervalPlan& plan) {
-  size_t points = plan.candidates.size() + plan.left_out;
+  size_t points = plan.candidates.size() + plan.pruned.size();
   std::set<std::string> reasons;
   for (const RejectedPoints& reject : plan.rejects) {
     EXPECT_GE(reject.count, 1u);
@@ -223,22 +224,23 @@ size_t CountPoints(const IntervalPlan& plan) {
 TEST(PlannerTest, EveryPointIsLegalRejectedWithAReasonOrLeftOut) {
   ASSERT_OK_AND_ASSIGN(
       const IntervalPlan few,
-      Planner(Qwen(), ProfileOf("sm_89"), TestToolchain(), 3).Plan({1, 1}));
-  ASSERT_OK_AND_ASSIGN(const IntervalPlan many,
-                       Planner(Qwen(), ProfileOf("sm_90a"), TestToolchain(), 90)
-                           .Plan({2049, 4096}));
+      Planner(Qwen(), ProfileOf("sm_89"), TestToolchain(), {3}).Plan({1, 1}));
+  ASSERT_OK_AND_ASSIGN(
+      const IntervalPlan many,
+      Planner(Qwen(), ProfileOf("sm_90a"), TestToolchain(), {90})
+          .Plan({2049, 4096}));
   EXPECT_FALSE(few.rejects.empty());
-  EXPECT_NE(few.left_out, many.left_out);
+  EXPECT_NE(few.pruned.size(), many.pruned.size());
   EXPECT_EQ(CountPoints(few), CountPoints(many));
 }
 
 // Capacities share programs: an interval must not enter a source.
 TEST(PlannerTest, ProgramsDoNotDependOnTheInterval) {
   for (const char* target : {"sm_90a", "cpu-x86-64-v3"}) {
-    Planner planner(Qwen(), ProfileOf(target), TestToolchain(), 100000);
+    Planner planner(Qwen(), ProfileOf(target), TestToolchain(), {100000});
     ASSERT_OK_AND_ASSIGN(const IntervalPlan small, planner.Plan({1, 1}));
     // Another planner, so that nothing is remembered.
-    Planner other(Qwen(), ProfileOf(target), TestToolchain(), 100000);
+    Planner other(Qwen(), ProfileOf(target), TestToolchain(), {100000});
     ASSERT_OK_AND_ASSIGN(const IntervalPlan large, other.Plan({2049, 4096}));
     std::map<Assignment, std::vector<ProgramKey>> programs;
     for (const PlannedCandidate& candidate : small.candidates) {
@@ -254,7 +256,7 @@ TEST(PlannerTest, ProgramsDoNotDependOnTheInterval) {
 
 TEST(PlannerTest, TheArenaDependsOnTheCapacityAlone) {
   for (const char* target : {"sm_90a", "cpu-x86-64-v3"}) {
-    Planner planner(Qwen(), ProfileOf(target), TestToolchain(), 100000);
+    Planner planner(Qwen(), ProfileOf(target), TestToolchain(), {100000});
     ASSERT_OK_AND_ASSIGN(const IntervalPlan narrow, planner.Plan({64, 64}));
     ASSERT_OK_AND_ASSIGN(const IntervalPlan wide, planner.Plan({1, 64}));
     ASSERT_OK_AND_ASSIGN(const IntervalPlan larger, planner.Plan({1, 65}));
@@ -279,7 +281,7 @@ TEST(PlannerTest, KeysMoveWithWhatDecidesTheRace) {
   const auto key = [&](const RequestGeometry& geometry,
                        const DeviceProfile& device, const Toolchain& toolchain,
                        int limit, const Interval& at) {
-    return Planner(geometry, device, toolchain, limit).KeyOf(at).digest;
+    return Planner(geometry, device, toolchain, {limit}).KeyOf(at).digest;
   };
   const RequestGeometry geometry = Qwen();
   const DeviceProfile device = ProfileOf("sm_90a");
@@ -313,7 +315,7 @@ TEST(PlannerTest, NamesTheRulesWhenNoPointIsLegal) {
   DeviceProfile device = ProfileOf("sm_90a");
   device.shared_bytes_max = 1024;
   EXPECT_THAT(
-      Planner(Qwen(), device, TestToolchain(), 4).Plan({9, 16}),
+      Planner(Qwen(), device, TestToolchain(), {4}).Plan({9, 16}),
       StatusIs(absl::StatusCode::kFailedPrecondition,
                AllOf(HasSubstr("no candidate is legal"), HasSubstr("m 9..16"),
                      HasSubstr("sm_90a"), HasSubstr("shared memory"))));
@@ -323,7 +325,7 @@ TEST(PlannerTest, SaysSoWhenNoTemplateServesTheTarget) {
   DeviceProfile device = ProfileOf("sm_80");
   device.target.level = 75;
   EXPECT_THAT(
-      Planner(Qwen(), device, TestToolchain(), 4).Plan({1, 1}),
+      Planner(Qwen(), device, TestToolchain(), {4}).Plan({1, 1}),
       StatusIs(absl::StatusCode::kUnimplemented,
                AllOf(HasSubstr("no template serves"), HasSubstr("sm_75"),
                      HasSubstr("sm_80 and later"))));
@@ -343,7 +345,7 @@ TEST(PlannerTest, TheLimitsOfAManifestDoNotOverflow) {
     SCOPED_TRACE(target);
     const DeviceProfile device = ProfileOf(target);
     const absl::StatusOr<IntervalPlan> plan =
-        Planner(geometry, device, TestToolchain(), 100000).Plan(interval);
+        Planner(geometry, device, TestToolchain(), {100000}).Plan(interval);
     if (!plan.ok()) {
       EXPECT_THAT(plan, StatusIs(absl::StatusCode::kFailedPrecondition));
       continue;
