@@ -124,6 +124,7 @@ struct FreezeCommand {
   bool allow_predicted = false;
   bool allow_unqualified = false;
   double regret_cap = kRegretCap;
+  bool keep_intervals = false;
 };
 
 struct ReplayCommand {

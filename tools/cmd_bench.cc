@@ -126,11 +126,13 @@ class Bencher {
       }
     }
     if (!rows_.empty()) return absl::OkStatus();
-    return absl::NotFoundError(
-        absl::StrCat("the bundle has no entry ",
-                     command_.entry.empty() ? "" : command_.entry + " ", "for ",
-                     target, " with a capacity of at most ",
-                     command_.max_capacity, " tokens; see kiln inspect"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("the bundle has no plan",
+                     command_.entry.empty()
+                         ? ""
+                         : absl::StrCat(" of entry \"", command_.entry, "\""),
+                     " for ", target, " and at most ", command_.max_capacity,
+                     " tokens; see kiln inspect"));
   }
 
   const std::vector<Row>& rows() const { return rows_; }

@@ -18,12 +18,13 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
   ASSIGN_OR_RETURN(const PrewarmOptions options,
                    MakePrewarmOptions(global, command.planning));
   ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
+  FreezePolicy policy;
+  policy.allow_predicted = command.allow_predicted;
+  policy.allow_unqualified = command.allow_unqualified;
+  policy.regret_cap = command.regret_cap;
+  if (command.keep_intervals) policy.regret_cap.reset();
   absl::StatusOr<FreezeResult> frozen =
-      Freeze(manifest, options,
-             {.allow_predicted = command.allow_predicted,
-              .allow_unqualified = command.allow_unqualified,
-              .regret_cap = command.regret_cap},
-             &cache);
+      Freeze(manifest, options, policy, &cache);
   for (const std::string& warning : cache.TakeWarnings()) {
     std::fprintf(stderr, "cache: %s\n", warning.c_str());
   }

@@ -342,6 +342,9 @@ int Run(int argc, char** argv) {
                  "Accept templates that have not passed the suite on a device "
                  "of the target; the bundle says so");
   AddRegretCap(verb, &freeze.regret_cap);
+  verb->add_flag("--keep-intervals", freeze.keep_intervals,
+                 "Merge nothing: one plan per capacity of the manifest")
+      ->excludes("--regret-cap");
   verb->callback([&] { chosen = [&] { return RunFreeze(global, freeze); }; });
 
   kiln::VerifyCommand verify;

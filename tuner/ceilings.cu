@@ -104,7 +104,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   u32 b[2];
   float c[4][4] = {};
   KILN_UNROLLED
-  for (u32 i = 0; i < 4; ++i) a[i] = 0x2C002C01u + threadIdx.x * 0x00010003u + i;
+  for (u32 i = 0; i < 4; ++i) {
+    a[i] = 0x2C002C01u + threadIdx.x * 0x00010003u + i;
+  }
   b[0] = 0x2C032C05u + threadIdx.x;
   b[1] = 0x2C072C0Bu + threadIdx.x;
   for (u32 round = 0; round < rounds; ++round) {

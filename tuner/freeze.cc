@@ -79,8 +79,13 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
   ASSIGN_OR_RETURN(
       const std::vector<StoredPlan> stored,
       FindStoredPlans(intervals, contexts, !options.compile_only, cache));
-  ASSIGN_OR_RETURN(const std::vector<Plan> plans,
-                   MergePlans(intervals, stored, policy.regret_cap, cache));
+  std::vector<Plan> plans;
+  if (policy.regret_cap.has_value()) {
+    ASSIGN_OR_RETURN(plans,
+                     MergePlans(intervals, stored, *policy.regret_cap, cache));
+  } else {
+    for (const StoredPlan& own : stored) plans.push_back(own.plan);
+  }
 
   FreezeResult result;
   std::vector<BundleSection> sections(contexts.size());

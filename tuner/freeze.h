@@ -5,6 +5,7 @@
 #define KILN_TUNER_FREEZE_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -37,7 +38,8 @@ struct FreezeResult {
 struct FreezePolicy {
   bool allow_predicted = false;    // plans that never ran
   bool allow_unqualified = false;  // templates without a qualification
-  double regret_cap = kRegretCap;  // of MergeIntervals
+  // Of MergeIntervals; absent: each interval of the manifest keeps its plan.
+  std::optional<double> regret_cap = kRegretCap;
   std::vector<QualificationReceipt> receipts = Receipts();
 };
 

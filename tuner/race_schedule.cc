@@ -131,10 +131,9 @@ bool RaceSchedule::IsDropped(size_t contender) const {
 }
 
 bool RaceSchedule::HasEnough() const {
-  return waiting_.empty() &&
-         std::all_of(active_.begin(), active_.end(), [&](size_t contender) {
-           return blocks_of_[contender] >= options_.blocks_min;
-         });
+  return std::all_of(active_.begin(), active_.end(), [&](size_t contender) {
+    return blocks_of_[contender] >= options_.blocks_min;
+  });
 }
 
 bool RaceSchedule::IsKept(size_t contender) const {

@@ -61,7 +61,8 @@ class RaceSchedule {
   // Whether it has been timed at all.
   bool IsTimed(size_t contender) const { return blocks_of_.at(contender) != 0; }
 
-  // Whether every contender that takes part has its fewest blocks or left.
+  // Whether every contender that is in has its fewest blocks. Those of later
+  // batches are not in yet.
   bool HasEnough() const;
 
   size_t active() const { return active_.size(); }

@@ -51,9 +51,9 @@ struct CandidateSpace {
   int candidates_max = 0;
   // What the cost model goes by when it leaves candidates out; empty when it
   // leaves none out. See Ceilings::Balance.
-  std::string balance;
+  std::string balance = {};
   // The only numerics class that may enter; empty when all may.
-  std::string numerics_class;
+  std::string numerics_class = {};
   bool warm_l2 = false;  // how candidates are timed
 
   bool operator==(const CandidateSpace&) const = default;

@@ -14,6 +14,7 @@
 #include "templates/registry.h"
 #include "tests/support/golden.h"
 #include "tests/support/status_matchers.h"
+#include "tuner/cost_model.h"
 
 namespace kiln {
 namespace {
@@ -360,6 +361,108 @@ TEST(PlannerTest, TheLimitsOfAManifestDoNotOverflow) {
       }
     }
   }
+}
+
+// Ceilings of an H200, rounded; decoding is what its kernels wait for.
+Ceilings GpuCeilings() {
+  Ceilings ceilings;
+  ceilings.read_bytes_per_s = 4.3e12;
+  ceilings.mma_flops_per_s = 530e12;
+  ceilings.decode_weights_per_s[{Codebook::kMcg, 4}] = 5e12;
+  return ceilings;
+}
+
+PlannerOptions Pruning(int limit) {
+  PlannerOptions options;
+  options.candidates_max = limit;
+  options.ceilings = GpuCeilings();
+  return options;
+}
+
+TEST(PlannerTest, TheModelPrunesWithItsReasonAndNeverTheDefault) {
+  for (const Interval interval : {Interval{1, 1}, Interval{257, 512}}) {
+    ASSERT_OK_AND_ASSIGN(const IntervalPlan all,
+                         Planner(Qwen(), ProfileOf("sm_90a"), TestToolchain(),
+                                 {.candidates_max = kAllCandidates})
+                             .Plan(interval));
+    EXPECT_TRUE(all.pruned.empty());
+    ASSERT_OK_AND_ASSIGN(const IntervalPlan some,
+                         Planner(Qwen(), ProfileOf("sm_90a"), TestToolchain(),
+                                 Pruning(kAllCandidates - 1))
+                             .Plan(interval));
+    EXPECT_EQ(some.candidates.size() + some.pruned.size(),
+              all.candidates.size());
+    EXPECT_EQ(some.candidates[0].digest, all.candidates[0].digest);
+    EXPECT_LT(some.candidates.size(), all.candidates.size() / 2)
+        << "the model leaves most of them out";
+    std::set<std::string> listed;
+    for (const PrunedCandidate& pruned : some.pruned) {
+      EXPECT_TRUE(listed.insert(pruned.label).second);
+      EXPECT_THAT(pruned.reason, HasSubstr("x the best prediction"));
+      EXPECT_THAT(pruned.reason, ::testing::StartsWith(kPrunedPrefix));
+    }
+    for (const PlannedCandidate& candidate : some.candidates) {
+      EXPECT_FALSE(listed.contains(candidate.body.Label()));
+    }
+  }
+}
+
+// Whoever asks for all candidates gets them, measured device or not.
+TEST(PlannerTest, ExhaustiveMeansAll) {
+  PlannerOptions options = Pruning(kAllCandidates);
+  Planner measured(Qwen(), ProfileOf("sm_90a"), TestToolchain(), options);
+  options.ceilings.reset();
+  Planner plain(Qwen(), ProfileOf("sm_90a"), TestToolchain(), options);
+  EXPECT_EQ(measured.KeyOf({1, 8}), plain.KeyOf({1, 8}));
+  ASSERT_OK_AND_ASSIGN(const IntervalPlan plan, measured.Plan({1, 8}));
+  EXPECT_TRUE(plan.pruned.empty());
+}
+
+TEST(PlannerTest, KeysMoveWithTheBalanceAndNotWithNoise) {
+  const auto key = [](const PlannerOptions& options) {
+    return Planner(Qwen(), ProfileOf("sm_90a"), TestToolchain(), options)
+        .KeyOf({1, 8})
+        .digest;
+  };
+  PlannerOptions options = Pruning(16);
+  const Digest base = key(options);
+  options.ceilings->mma_flops_per_s *= 1.01;
+  EXPECT_EQ(key(options), base);
+  options.ceilings->mma_flops_per_s *= 2;
+  EXPECT_NE(key(options), base);
+  options.ceilings.reset();
+  EXPECT_NE(key(options), base);
+  options = Pruning(16);
+  options.warm_l2 = true;
+  EXPECT_NE(key(options), base);
+  options = Pruning(16);
+  options.numerics[{1, 8}] = "w4a16.f16.fc1x2.fc2x1";
+  EXPECT_NE(key(options), base);
+}
+
+TEST(PlannerTest, OnlyTheNumericsClassToKeepIsAdmitted) {
+  PlannerOptions options;
+  options.candidates_max = kAllCandidates;
+  const Interval interval = {1, 8};
+  options.numerics[interval] = "w4a16.f16.fc1x2.fc2x1";
+  Planner planner(Qwen(), ProfileOf("sm_90a"), TestToolchain(), options);
+  ASSERT_OK_AND_ASSIGN(const IntervalPlan kept, planner.Plan(interval));
+  for (const PlannedCandidate& candidate : kept.candidates) {
+    EXPECT_EQ(candidate.body.numerics_class, "w4a16.f16.fc1x2.fc2x1");
+  }
+  EXPECT_TRUE(std::any_of(
+      kept.rejects.begin(), kept.rejects.end(), [](const auto& reject) {
+        return reject.reason.find("fc1x1.fc2x1 is not admitted") !=
+               std::string::npos;
+      }));
+  // Another interval of the same request is free.
+  ASSERT_OK_AND_ASSIGN(const IntervalPlan free, planner.Plan({9, 16}));
+  EXPECT_GT(free.candidates.size(), kept.candidates.size());
+  options.numerics[interval] = "no such class";
+  EXPECT_THAT(Planner(Qwen(), ProfileOf("sm_90a"), TestToolchain(), options)
+                  .Plan(interval),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("is to be kept")));
 }
 
 }  // namespace

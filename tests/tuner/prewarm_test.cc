@@ -114,6 +114,7 @@ absl::StatusOr<FreezeResult> RunFreeze(const std::string& folder,
   FreezePolicy policy;
   policy.allow_predicted = allow_predicted;
   policy.allow_unqualified = true;  // a changed template must not fail these
+  policy.regret_cap.reset();        // nor may the samples of this machine
   return Freeze(SmallManifest(text), options, policy, &*cache);
 }
 

@@ -271,6 +271,48 @@ TEST(RaceScheduleTest, ChampionsOfEarlierBatchesAreNeverDropped) {
   EXPECT_LE(most, 33u) << "never all at once";
 }
 
+// A race that stopped after any block and goes on names the same contenders and
+// comes to the same end.
+TEST(RaceScheduleTest, GoesOnFromTheBlocksOfAnEarlierRace) {
+  const std::vector<double> field = Field();
+  std::vector<size_t> all(field.size());
+  std::iota(all.begin(), all.end(), size_t{0});
+  const auto block = [&](uint32_t number, const std::vector<size_t>& lanes) {
+    std::mt19937_64 random(100 + number);
+    std::vector<double> noise(field.size() + 1);
+    for (double& each : noise) each = std::exp(0.01 * Gaussian(&random));
+    std::vector<double> ns(field.size() + 1);
+    for (const size_t lane : lanes) {
+      ns[lane] = noise[lane] * field[lane == field.size() ? 0 : lane];
+    }
+    return ns;
+  };
+  RaceSchedule whole(field.size(), all, {});
+  std::map<uint32_t, std::vector<double>> blocks;
+  for (auto lanes = whole.NextBlock(); !lanes.empty();
+       lanes = whole.NextBlock()) {
+    const uint32_t number = whole.blocks();
+    blocks[number] = block(number, lanes);
+    whole.Add(blocks[number]);
+  }
+  ASSERT_GT(blocks.size(), 6u);
+  for (const uint32_t stop : {1u, 6u}) {
+    RaceSchedule resumed(field.size(), all, {});
+    resumed.Restore({blocks.begin(), blocks.find(stop)});
+    EXPECT_EQ(resumed.blocks(), stop);
+    for (auto lanes = resumed.NextBlock(); !lanes.empty();
+         lanes = resumed.NextBlock()) {
+      resumed.Add(block(resumed.blocks(), lanes));
+    }
+    EXPECT_EQ(resumed.blocks(), whole.blocks()) << stop;
+    for (const size_t contender : all) {
+      EXPECT_EQ(resumed.IsDropped(contender), whole.IsDropped(contender))
+          << contender;
+    }
+    EXPECT_EQ(resumed.noise_floor(), whole.noise_floor());
+  }
+}
+
 TEST(NoiseFloorTest, IsZeroForEqualLanesAndGrowsWithTheirDifference) {
   EXPECT_EQ(NoiseFloorOf({}), 0);
   EXPECT_EQ(NoiseFloorOf({0, 0, 0}), 0);

@@ -207,6 +207,45 @@ TEST(ReportTest, OverlappingIntervalsDoNotHideEachOther) {
   EXPECT_EQ(CountOf(page, " y=\"409.0\""), 1u);
 }
 
+TEST(ReportTest, MeasuredCeilingsDrawFloors) {
+  ReportInput input;
+  input.plans = {MakeMeasuredPlan(1), MakeMeasuredPlan(2)};
+  EXPECT_THAT(RenderReport(input), Not(HasSubstr("class=\"floor\"")));
+  Ceilings ceilings;
+  ceilings.read_bytes_per_s = 1e12;
+  ceilings.mma_flops_per_s = 1e15;
+  ceilings.decode_weights_per_s[{Codebook::kMcg, 4}] = 1e15;
+  input.ceilings[CeilingsKeyOf(input.plans[0].stored)] = ceilings;
+  const std::string page = RenderReport(input);
+  // The line through both intervals, and the one of the legend.
+  EXPECT_EQ(CountOf(page, "<path class=\"floor\""), 1u);
+  EXPECT_EQ(CountOf(page, "<line class=\"floor\""), 1u);
+  EXPECT_EQ(CountOf(page, "<td>bytes</td>"), 2u);
+  // Ceilings of another device are no floor of this one.
+  input.ceilings.clear();
+  input.ceilings["kiln.ceilings/1\ndevice/target=sm_80"] = ceilings;
+  EXPECT_THAT(RenderReport(input), Not(HasSubstr("class=\"floor\"")));
+}
+
+TEST(ReportTest, WhatWasLeftOutIsListedApartFromRejects) {
+  ReportInput input;
+  input.plans = {MakeMeasuredPlan(1)};
+  Measurement pruned = input.plans[0].evidence[2];
+  pruned.label = "fused_moe.cuda{tokens_tile=128}";
+  pruned.reason = "pruned: mma takes 9.00 x the best prediction";
+  input.plans[0].evidence.push_back(pruned);
+  input.plans[0].stored.plan.evidence.pruned = 40;
+  const std::string page = RenderReport(input);
+  const size_t rejects = page.find("<h3>Rejected candidates</h3>");
+  const size_t left_out = page.find("<h3>Left out of the race</h3>");
+  const size_t reason = page.find(pruned.reason);
+  ASSERT_NE(left_out, std::string::npos);
+  EXPECT_LT(rejects, left_out);
+  EXPECT_LT(left_out, reason);
+  EXPECT_THAT(page, HasSubstr("39 more"));
+  EXPECT_THAT(page, HasSubstr("<td>pruned</td>"));
+}
+
 TEST(ReportTest, NumbersThatMakeNoSenseAreNotDrawn) {
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
