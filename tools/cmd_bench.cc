@@ -98,10 +98,7 @@ std::vector<std::string> ToCells(const Row& row, bool compared) {
 // Ceilings of the device in the cache, if a cache is there and has them.
 std::optional<Ceilings> LookUpCeilings(const GlobalOptions& global,
                                        const DeviceProfile& device) {
-  // A bench stores nothing, and must not create a cache.
-  GlobalOptions read_only = global;
-  if (read_only.cache_mode == "read-write") read_only.cache_mode = "read-only";
-  absl::StatusOr<PlanCache> cache = OpenCache(read_only);
+  absl::StatusOr<PlanCache> cache = OpenCacheToRead(global);
   if (!cache.ok()) return std::nullopt;
   return FindCeilings(device, &*cache);
 }
