@@ -58,4 +58,18 @@ absl::StatusOr<std::unique_ptr<Device>> OpenDeviceFor(
                    sections, devices.empty() ? "; no GPU was found" : ""));
 }
 
+absl::StatusOr<RequestGeometry> GeometryOf(const BundleView& bundle,
+                                           const Target& target,
+                                           const std::string& entry) {
+  for (uint32_t s = 0; s < bundle.info().section_count; ++s) {
+    if (bundle.Section(s).target != target.ToString()) continue;
+    for (uint32_t e = 0; e < bundle.Section(s).entry_count; ++e) {
+      if (bundle.Entry(s, e).name == entry) return bundle.Geometry(s, e);
+    }
+  }
+  return absl::NotFoundError(absl::StrCat("the bundle has no entry \"", entry,
+                                          "\" for ", target.ToString(),
+                                          "; see kiln inspect"));
+}
+
 }  // namespace kiln

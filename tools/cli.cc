@@ -13,6 +13,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/time.h"
 #include "compiler/base/status_macros.h"
+#include "tools/bundle_view.h"
 
 namespace kiln {
 namespace {
@@ -243,7 +244,15 @@ absl::StatusOr<PrewarmOptions> MakePrewarmOptions(
   PrewarmOptions options;
   ASSIGN_OR_RETURN(options.targets, ParseTargets(planning.targets));
   options.capacity_max = planning.max_capacity;
-  options.candidates_max = planning.max_candidates;
+  options.candidates_max =
+      planning.exhaustive ? kAllCandidates : planning.max_candidates;
+  options.warm_l2 = planning.warm_l2;
+  if (!planning.keep_numerics.empty()) {
+    ASSIGN_OR_RETURN(const BundleView bundle,
+                     BundleView::Open(planning.keep_numerics, std::nullopt));
+    ASSIGN_OR_RETURN(options.keep_numerics,
+                     KeptNumerics::Read(bundle.handle()));
+  }
   options.device_ordinals.clear();
   for (const int ordinal : planning.devices) {
     std::vector<int>& ordinals = options.device_ordinals;

@@ -19,6 +19,7 @@
 #include "compiler/spec/manifest.h"
 #include "compiler/spec/target.h"
 #include "compiler/toolchain_probe.h"
+#include "tuner/capacity_curve.h"
 #include "tuner/prewarm.h"
 
 namespace kiln {
@@ -49,17 +50,21 @@ struct PlanningOptions {
   int max_candidates = 0;
   std::vector<int> devices = {0};
   bool compile_only = false;
+  bool exhaustive = false;
+  bool warm_l2 = false;
+  std::string keep_numerics;  // bundle; empty = any numerics
 };
 
 struct PrewarmCommand {
   PlanningOptions planning;
   int jobs = 0;
   double compile_timeout = 120;
-  double budget = 10;
+  double budget = 0;          // seconds per request; 0 = the default
   double launch_timeout = 0;  // seconds; 0 = by target
   bool exclusive = false;
   std::string stop_after;
   std::string shard;  // "K/N"; empty = all
+  bool recheck = false;
 };
 
 struct ExplainCommand {
@@ -119,6 +124,12 @@ struct FreezeCommand {
   bool allow_predicted = false;
   bool allow_unqualified = false;
   bool no_golden = false;
+  double regret_cap = kRegretCap;
+  bool keep_intervals = false;
+};
+
+struct ReplayCommand {
+  double regret_cap = kRegretCap;
 };
 
 struct VerifyCommand {
@@ -162,6 +173,27 @@ struct RunCommand {
   bool allow_unqualified = false;
 };
 
+struct BenchCommand {
+  std::string file;
+  std::string entry;   // empty = all
+  std::string target;  // empty = the GPU if the bundle serves it, else the CPU
+  int device = 0;
+  uint32_t max_capacity = UINT32_MAX;  // leave out larger ones
+  uint32_t blocks = 15;
+  bool warm_l2 = false;
+  std::string compare;  // "torch"; empty = nothing
+  std::string python = "python3";
+  bool allow_predicted = false;
+  bool allow_unqualified = false;
+};
+
+struct DoctorCommand {
+  bool measure = false;
+  std::vector<std::string> targets;  // to measure; empty = all devices here
+  int device = 0;
+  int jobs = 0;
+};
+
 struct ReportCommand {
   std::string output;
   std::vector<std::string> targets;  // empty = all
@@ -202,10 +234,14 @@ absl::StatusOr<int> RunCacheImport(const GlobalOptions& global,
                                    const CacheImportCommand& command);
 absl::StatusOr<int> RunCacheMerge(const GlobalOptions& global,
                                   const CacheMergeCommand& command);
-absl::StatusOr<int> RunReplay(const GlobalOptions& global);
+absl::StatusOr<int> RunReplay(const GlobalOptions& global,
+                              const ReplayCommand& command);
 absl::StatusOr<int> RunReport(const GlobalOptions& global,
                               const ReportCommand& command);
-absl::StatusOr<int> RunDoctor(const GlobalOptions& global);
+absl::StatusOr<int> RunBench(const GlobalOptions& global,
+                             const BenchCommand& command);
+absl::StatusOr<int> RunDoctor(const GlobalOptions& global,
+                              const DoctorCommand& command);
 
 // Prints one object on stdout. Bytes of a path that are no UTF-8 print as
 // U+FFFD.

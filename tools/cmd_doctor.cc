@@ -1,13 +1,26 @@
 // kiln doctor: what this machine offers, and what to do about what is missing.
 
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "cache/sqlite_db.h"
+#include "compiler/base/status_macros.h"
+#include "compiler/compile_pool.h"
 #include "templates/registry.h"
 #include "tools/cli.h"
+#include "tuner/ceilings.h"
 #include "tuner/device.h"
+#include "tuner/measure_ceilings.h"
 #include "tuner/nvml.h"
 #include "tuner/qualification.h"
 
@@ -102,9 +115,139 @@ Json Templates() {
   return out;
 }
 
+// A device of this machine that --measure is about.
+struct Measured {
+  DeviceProfile profile;
+  std::optional<Ceilings> before;
+  Ceilings now;
+  bool kept = false;  // the stored ones hold
+};
+
+// Measurements that differ by less say the same: keys of plans must not move
+// with noise.
+constexpr double kCeilingTolerance = 0.1;
+
+bool AreClose(const std::map<TrellisRate, double>& a,
+              const std::map<TrellisRate, double>& b) {
+  return a.size() == b.size() &&
+         std::equal(
+             a.begin(), a.end(), b.begin(), [](const auto& x, const auto& y) {
+               return x.first == y.first &&
+                      std::abs(x.second / y.second - 1) < kCeilingTolerance;
+             });
+}
+
+bool AreClose(const Ceilings& a, const Ceilings& b) {
+  const auto close = [](double x, double y) {
+    return std::abs(x / y - 1) < kCeilingTolerance;
+  };
+  return close(a.read_bytes_per_s, b.read_bytes_per_s) &&
+         close(a.mma_flops_per_s, b.mma_flops_per_s) &&
+         AreClose(a.decode_weights_per_s, b.decode_weights_per_s) &&
+         AreClose(a.hash_weights_per_s, b.hash_weights_per_s);
+}
+
+absl::StatusOr<std::vector<Target>> TargetsToMeasure(
+    const DoctorCommand& command) {
+  if (!command.targets.empty()) return ParseTargets(command.targets);
+  std::vector<Target> targets;
+  const std::vector<DeviceProfile> devices = ListCudaDevices();
+  const auto ordinal = static_cast<size_t>(command.device);
+  if (ordinal < devices.size()) targets.push_back(devices[ordinal].target);
+  const absl::StatusOr<Target> cpu = HostCpuTarget();
+  if (cpu.ok()) targets.push_back(*cpu);
+  return targets;
+}
+
+absl::StatusOr<std::vector<Measured>> MeasureDevices(
+    const GlobalOptions& global, const DoctorCommand& command) {
+  ASSIGN_OR_RETURN(const std::vector<Target> targets,
+                   TargetsToMeasure(command));
+  PlanningOptions planning;
+  planning.targets = command.targets;
+  if (planning.targets.empty()) planning.targets = {"cpu"};
+  planning.devices = {command.device};
+  ASSIGN_OR_RETURN(const PrewarmOptions options,
+                   MakePrewarmOptions(global, planning));
+  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
+  std::vector<Measured> all;
+  for (const Target& target : targets) {
+    ASSIGN_OR_RETURN(const TargetContext context,
+                     ResolveTarget(target, options, &cache));
+    std::unique_ptr<Device> device;
+    if (target.backend == Backend::kCpu) {
+      ASSIGN_OR_RETURN(device, OpenCpuDevice(target));
+    } else {
+      ASSIGN_OR_RETURN(device, OpenCudaDevice(command.device, target));
+    }
+    MeasureOptions measure;
+    measure.jobs = command.jobs > 0 ? command.jobs : WorkerCountMax();
+    measure.progress = [&](const std::string& line) {
+      std::fprintf(stderr, "%s: %s\n", target.ToString().c_str(), line.c_str());
+    };
+    Measured measured;
+    measured.profile = device->profile();
+    measured.before = context.ceilings;
+    ASSIGN_OR_RETURN(measured.now,
+                     MeasureCeilings(device.get(), context.setup, measure));
+    measured.now.measured_unix = absl::ToUnixSeconds(absl::Now());
+    measured.kept =
+        measured.before.has_value() && AreClose(*measured.before, measured.now);
+    if (!measured.kept) {
+      RETURN_IF_ERROR(cache.PutMemo(CeilingsKey(measured.profile),
+                                    CeilingsToJson(measured.now)));
+    }
+    all.push_back(std::move(measured));
+  }
+  return all;
+}
+
+Json ToJson(const Measured& measured) {
+  const Ceilings& kept = measured.kept ? *measured.before : measured.now;
+  return {{"target", measured.profile.target.ToString()},
+          {"device", measured.profile.name},
+          {"stored", !measured.kept},
+          {"balance", kept.Balance()},
+          {"measured", Json::parse(CeilingsToJson(measured.now))}};
+}
+
+void Print(const Measured& measured) {
+  const Ceilings& now = measured.now;
+  std::printf("%s, %s\n  read    %.1f GB/s\n  mma     %.1f GFLOP/s\n",
+              measured.profile.target.ToString().c_str(),
+              measured.profile.name.c_str(), now.read_bytes_per_s / 1e9,
+              now.mma_flops_per_s / 1e9);
+  const auto rates = [](const char* what,
+                        const std::map<TrellisRate, double>& values) {
+    for (const auto& [rate, value] : values) {
+      std::printf("  %s  %s K%d %.1f Gweights/s, %.1f GB/s\n", what,
+                  std::string(CodebookName(rate.first)).c_str(), rate.second,
+                  value / 1e9, value * rate.second / 8 / 1e9);
+    }
+  };
+  rates("decode", now.decode_weights_per_s);
+  rates("hash  ", now.hash_weights_per_s);
+  std::printf("  %s\n",
+              measured.kept
+                  ? "within 10 % of what is stored, which stays"
+                  : "stored; plans whose balance moved will be raced again");
+}
+
 }  // namespace
 
-absl::StatusOr<int> RunDoctor(const GlobalOptions& global) {
+absl::StatusOr<int> RunDoctor(const GlobalOptions& global,
+                              const DoctorCommand& command) {
+  if (command.measure) {
+    ASSIGN_OR_RETURN(const std::vector<Measured> all,
+                     MeasureDevices(global, command));
+    Json rows = Json::array();
+    for (const Measured& measured : all) {
+      rows.push_back(ToJson(measured));
+      if (!global.json) Print(measured);
+    }
+    if (global.json) PrintJson({{"ceilings", std::move(rows)}});
+    return kExitDone;
+  }
   Json out;
   const absl::StatusOr<Target> cpu = HostCpuTarget();
   out["cpu_target"] = cpu.ok() ? Json(cpu->ToString()) : Json(nullptr);

@@ -11,20 +11,24 @@
 #include "absl/time/time.h"
 #include "compiler/base/status_macros.h"
 #include "tools/cli.h"
+#include "tuner/conclusion.h"
 #include "tuner/explain.h"
-#include "tuner/racer.h"
 
 namespace kiln {
 namespace {
 
 using Json = nlohmann::ordered_json;
 
-double Median(const Measurement& measurement) {
-  std::vector<BlockTime> times;
-  for (const Sample& sample : measurement.samples) {
-    times.push_back({sample.block, sample.ns});
+// A field of the key that the plan is stored under; empty without it.
+std::string KeyField(const StoredPlan& stored, absl::string_view path) {
+  for (const CanonicalField& field : ContextOf(stored)) {
+    if (field.path == path) return field.value;
   }
-  return MedianNs(times);
+  return "";
+}
+
+std::string KeptNumericsOf(const StoredPlan& stored) {
+  return KeyField(stored, "candidates/numerics_class");
 }
 
 // JSON knows no NaN and no infinity.
@@ -63,20 +67,27 @@ Json HitJson(const StoredPlan& stored,
                      {"noise_floor", evidence.noise_floor},
                      {"worst_error", evidence.worst_error},
                      {"samples", evidence.samples},
-                     {"candidates", evidence.candidates}};
+                     {"candidates", evidence.candidates},
+                     {"blocks", evidence.blocks},
+                     {"discarded", evidence.discarded},
+                     {"pruned", evidence.pruned},
+                     {"race_seconds", evidence.race_seconds}};
+  out["kept_numerics"] = KeptNumericsOf(stored);
   out["provenance"] = ToJson(stored.provenance);
   out["programs"] = Json::array();
   for (const Digest& program : stored.plan.programs) {
     out["programs"].push_back(program.ToHex());
   }
   out["candidates"] = Json::array();
-  for (const Measurement& measurement : measurements) {
+  const std::vector<double> times = TimesNs(measurements);
+  for (size_t i = 0; i < measurements.size(); ++i) {
+    const Measurement& measurement = measurements[i];
     out["candidates"].push_back(
         {{"label", measurement.label},
          {"digest", measurement.candidate.ToHex()},
-         {"verdict", std::string(VerdictName(measurement.verdict))},
+         {"verdict", VerdictText(measurement)},
          {"reason", measurement.reason},
-         {"median_ns", Finite(Median(measurement))},
+         {"median_ns", Finite(times[i])},
          {"regret", Finite(measurement.regret)},
          {"worst_error", Finite(measurement.worst_error)},
          {"samples", measurement.samples.size()},
@@ -98,16 +109,29 @@ void PrintHit(const StoredPlan& stored,
         FormatNs(evidence.median_ns).c_str(), evidence.samples,
         FormatNs(evidence.default_median_ns).c_str(),
         100 * evidence.noise_floor, evidence.worst_error);
+    std::printf(
+        "race     %u blocks count, %u discarded as the clock changed, %.2f s; "
+        "%u candidates, %u left out by the cost model or the limit\n",
+        evidence.blocks, evidence.discarded, evidence.race_seconds,
+        evidence.candidates, evidence.pruned);
   } else {
     std::printf("evidence none: predicted, it never ran\n");
+  }
+  const std::string kept = KeptNumericsOf(stored);
+  if (!kept.empty()) {
+    std::printf(
+        "kept     numerics class %s: only candidates of it, with bit-"
+        "identical repeats, were admitted\n",
+        kept.c_str());
   }
   std::printf("made     %s\n", Origin(stored.provenance).c_str());
   std::vector<std::vector<std::string>> rows = {
       {"candidate", "verdict", "median", "regret", "error", "reason"}};
-  for (const Measurement& measurement : measurements) {
-    const double median = Median(measurement);
-    rows.push_back({measurement.label,
-                    std::string(VerdictName(measurement.verdict)),
+  const std::vector<double> times = TimesNs(measurements);
+  for (size_t i = 0; i < measurements.size(); ++i) {
+    const Measurement& measurement = measurements[i];
+    const double median = times[i];
+    rows.push_back({measurement.label, VerdictText(measurement),
                     std::isfinite(median) ? FormatNs(median) : "-",
                     std::isfinite(measurement.regret)
                         ? absl::StrFormat("%+.1f%%", 100 * measurement.regret)

@@ -18,12 +18,14 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
   ASSIGN_OR_RETURN(const PrewarmOptions options,
                    MakePrewarmOptions(global, command.planning));
   ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
+  FreezePolicy policy;
+  policy.allow_predicted = command.allow_predicted;
+  policy.allow_unqualified = command.allow_unqualified;
+  policy.golden = !command.no_golden;
+  policy.regret_cap = command.regret_cap;
+  if (command.keep_intervals) policy.regret_cap.reset();
   absl::StatusOr<FreezeResult> frozen =
-      Freeze(manifest, options,
-             {.allow_predicted = command.allow_predicted,
-              .allow_unqualified = command.allow_unqualified,
-              .golden = !command.no_golden},
-             &cache);
+      Freeze(manifest, options, policy, &cache);
   for (const std::string& warning : cache.TakeWarnings()) {
     std::fprintf(stderr, "cache: %s\n", warning.c_str());
   }
@@ -41,6 +43,7 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
     out["bytes"] = frozen->bytes.size();
     out["entries"] = frozen->entries;
     out["plans"] = frozen->plans;
+    out["merged"] = frozen->merged;
     out["predicted"] = frozen->predicted;
     out["unqualified"] = frozen->unqualified;
     out["programs"] = frozen->programs;
@@ -49,10 +52,12 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
   } else {
     std::printf(
         "%s: %s, %zu entries, %zu plans (%zu predicted, %zu "
-        "unqualified, %zu with a golden digest), %zu programs\nroot %s\n",
+        "unqualified, %zu with a golden digest) for %zu intervals, %zu "
+        "programs\nroot %s\n",
         command.output.c_str(), FormatBytes(frozen->bytes.size()).c_str(),
         frozen->entries, frozen->plans, frozen->predicted, frozen->unqualified,
-        frozen->golden, frozen->programs, frozen->root.ToHex().c_str());
+        frozen->golden, frozen->plans + frozen->merged, frozen->programs,
+        frozen->root.ToHex().c_str());
   }
   return kExitDone;
 }

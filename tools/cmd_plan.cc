@@ -1,8 +1,10 @@
 // kiln plan: what prewarm would consider, without compiling anything.
 
 #include <cstdio>
+#include <map>
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "compiler/base/status_macros.h"
@@ -41,8 +43,22 @@ Json ToJson(const ResolvedInterval& resolved, const IntervalPlan& plan,
     out["rejects"].push_back(
         {{"reason", reject.reason}, {"points", reject.count}});
   }
-  out["left_out"] = plan.left_out;
+  out["pruned"] = Json::array();
+  for (const PrunedCandidate& pruned : plan.pruned) {
+    out["pruned"].push_back({{"label", pruned.label},
+                             {"numerics_class", pruned.numerics_class},
+                             {"reason", pruned.reason}});
+  }
   return out;
+}
+
+// The reason without its numbers.
+std::string KindOf(const std::string& reason) {
+  std::string kind;
+  for (const char c : reason) {
+    if (!absl::ascii_isdigit(static_cast<unsigned char>(c))) kind.push_back(c);
+  }
+  return kind;
 }
 
 void Print(const ResolvedInterval& resolved, const IntervalPlan& plan,
@@ -59,8 +75,20 @@ void Print(const ResolvedInterval& resolved, const IntervalPlan& plan,
                     absl::StrCat(candidate.body.steps.size())});
   }
   std::printf("%s", FormatTable(rows).c_str());
-  std::printf("  %zu legal points left out as predicted slower\n",
-              plan.left_out);
+  // One line per reason with the most promising of its candidates.
+  std::map<std::string, std::pair<size_t, std::string>> reasons;
+  std::vector<std::string> order;
+  for (const PrunedCandidate& pruned : plan.pruned) {
+    auto& [count, label] = reasons[KindOf(pruned.reason)];
+    if (count++ == 0) {
+      label = absl::StrCat(pruned.label, ", ", pruned.reason);
+      order.push_back(KindOf(pruned.reason));
+    }
+  }
+  for (const std::string& kind : order) {
+    std::printf("  %zu legal points left out, first %s\n", reasons[kind].first,
+                reasons[kind].second.c_str());
+  }
   for (const RejectedPoints& reject : plan.rejects) {
     std::printf("  %zu rejected: %s\n", reject.count, reject.reason.c_str());
   }
@@ -82,8 +110,8 @@ absl::StatusOr<int> RunPlan(const GlobalOptions& global,
                      ResolveTarget(target, options, &cache));
     contexts.push_back(std::move(context));
   }
-  const std::vector<ResolvedInterval> intervals =
-      ResolveIntervals(requests, contexts, options);
+  ASSIGN_OR_RETURN(const std::vector<ResolvedInterval> intervals,
+                   ResolveIntervals(requests, contexts, options));
   Json out;
   out["model"] = manifest.name;
   out["intervals"] = Json::array();

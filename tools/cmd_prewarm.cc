@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -10,6 +11,7 @@
 #include "absl/strings/str_split.h"
 #include "compiler/base/status_macros.h"
 #include "tools/cli.h"
+#include "tuner/recheck.h"
 
 namespace kiln {
 namespace {
@@ -24,7 +26,43 @@ std::string StateOf(const IntervalReport& row) {
   return row.reused ? "cached" : "raced";
 }
 
-void PrintJson(const PrewarmReport& report) {
+Json ToJson(const RecheckReport& report) {
+  Json rows = Json::array();
+  for (const RecheckedInterval& row : report.intervals) {
+    rows.push_back({{"target", row.target.ToString()},
+                    {"requests", row.names},
+                    {"m_min", row.interval.m_min},
+                    {"m_max", row.interval.m_max},
+                    {"winner", row.winner},
+                    {"ratio", row.ratio},
+                    {"margin", row.margin},
+                    {"slower", row.slower}});
+  }
+  return {{"measured", report.intervals.size()},
+          {"default_won", report.same},
+          {"skipped", report.skipped},
+          {"slower", report.slower},
+          {"intervals", std::move(rows)}};
+}
+
+void PrintRecheck(const RecheckReport& report) {
+  for (const RecheckedInterval& row : report.intervals) {
+    if (!row.slower) continue;
+    std::printf(
+        "slower than the default: %s m %u..%u on %s, %.3f x, margin "
+        "%.1f %%, %s\n",
+        absl::StrJoin(row.names, ",").c_str(), row.interval.m_min,
+        row.interval.m_max, row.target.ToString().c_str(), row.ratio,
+        100 * row.margin, row.winner.c_str());
+  }
+  std::printf(
+      "recheck: %zu winners measured again, %zu slower than the "
+      "default; %zu are the default, %zu skipped\n",
+      report.intervals.size(), report.slower, report.same, report.skipped);
+}
+
+void PrintJson(const PrewarmReport& report,
+               const std::optional<RecheckReport>& rechecked) {
   Json out;
   out["requests"] = report.requests;
   out["intervals"] = report.intervals.size();
@@ -57,11 +95,16 @@ void PrintJson(const PrewarmReport& report) {
       plan["default_median_ns"] = evidence.default_median_ns;
       plan["noise_floor"] = evidence.noise_floor;
       plan["worst_error"] = evidence.worst_error;
+      plan["blocks"] = evidence.blocks;
+      plan["discarded"] = evidence.discarded;
+      plan["pruned"] = evidence.pruned;
+      plan["race_seconds"] = evidence.race_seconds;
     } else if (!row.problem.empty()) {
       plan["problem"] = row.problem;
     }
     out["plans"].push_back(std::move(plan));
   }
+  if (rechecked.has_value()) out["recheck"] = ToJson(*rechecked);
   out["complete"] = report.complete;
   // One line: the last thing on stdout is one object.
   kiln::PrintJson(out);
@@ -155,11 +198,18 @@ absl::StatusOr<int> RunPrewarm(const GlobalOptions& global,
         " plans are predicted: their programs compiled and passed inspection, "
         "but never ran here; freeze refuses them without --allow-predicted"));
   }
+  std::optional<RecheckReport> rechecked;
+  if (command.recheck) {
+    ASSIGN_OR_RETURN(rechecked,
+                     Recheck(manifest, options, &cache, progress.get()));
+  }
   if (global.json) {
-    PrintJson(report);
+    PrintJson(report, rechecked);
   } else {
     PrintTable(report);
+    if (rechecked.has_value()) PrintRecheck(*rechecked);
   }
+  if (rechecked.has_value() && rechecked->slower > 0) return kExitFailed;
   if (report.stopped_after.has_value()) return kExitDone;
   // Predicted plans are what --compile-only asked for; otherwise they mean that
   // no winner was verified.

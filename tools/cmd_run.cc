@@ -170,17 +170,8 @@ absl::StatusOr<int> RunRun(const GlobalOptions& global,
     }
     return kExitDone;
   }
-  const std::string target = device->profile().target.ToString();
-  absl::StatusOr<RequestGeometry> geometry =
-      absl::InternalError("entry vanished");
-  for (uint32_t s = 0; s < bundle.info().section_count; ++s) {
-    if (bundle.Section(s).target != target) continue;
-    for (uint32_t e = 0; e < bundle.Section(s).entry_count; ++e) {
-      if (bundle.Entry(s, e).name == command.entry) {
-        geometry = bundle.Geometry(s, e);
-      }
-    }
-  }
+  const absl::StatusOr<RequestGeometry> geometry =
+      GeometryOf(bundle, device->profile().target, command.entry);
   RETURN_IF_ERROR(geometry.status());
   kiln_plan_info_t info = {};
   info.struct_size = sizeof(info);

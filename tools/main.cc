@@ -88,6 +88,15 @@ void AddKeyOptions(CLI::App* verb, kiln::PlanningOptions* planning,
                    "6 on CPUs)")
       ->type_name("N")
       ->check(CLI::Range(1, 4096));
+  verb->add_flag("--exhaustive", planning->exhaustive,
+                 "All legal candidates: the cost model leaves none out")
+      ->excludes("--max-candidates");
+  verb->add_option("--keep-numerics", planning->keep_numerics,
+                   "Only plans whose results are bit-identical to those of "
+                   "this bundle: equal numerics class, per interval")
+      ->type_name("BUNDLE");
+  verb->add_flag("--warm-l2", planning->warm_l2,
+                 "Time with weights in the L2 cache (default: cold)");
   verb->add_option("--device", planning->devices,
                    "GPU to use, by the driver's number (default 0); prewarm "
                    "races on several that are alike: 0,1")
@@ -104,6 +113,14 @@ void AddPlanning(CLI::App* verb, kiln::PlanningOptions* planning) {
                    "Model manifest, schema kiln.model/1")
       ->required();
   AddKeyOptions(verb, planning, true);
+}
+
+void AddRegretCap(CLI::App* verb, double* regret_cap) {
+  verb->add_option("--regret-cap", *regret_cap,
+                   "Time that merging adjacent intervals may cost, as a "
+                   "fraction (default 0.01; 0 merges only equal winners)")
+      ->type_name("FRACTION")
+      ->check(NumberWithin(0, 10, "a fraction within 0..10"));
 }
 
 void AddPrefer(CLI::App* verb, std::string* prefer, bool* dry_run) {
@@ -237,7 +254,8 @@ int Run(int argc, char** argv) {
       ->type_name("SECONDS")
       ->check(NumberWithin(1e-3, 1e6, kSecondsRule));
   verb->add_option("--budget", prewarm.budget,
-                   "Seconds that timing may take per interval (default 10)")
+                   "Seconds that timing may take per request, shared by its "
+                   "intervals (default 10 for each of them)")
       ->type_name("SECONDS")
       ->check(NumberWithin(1e-3, 1e6, kSecondsRule));
   verb->add_option("--launch-timeout", prewarm.launch_timeout,
@@ -256,6 +274,12 @@ int Run(int argc, char** argv) {
                    "--stop-after compile a part of the programs, else of the "
                    "intervals; kiln cache merge joins the caches")
       ->type_name("K/N");
+  verb->add_flag("--recheck", prewarm.recheck,
+                 "Then measure each winner and the default again, on inputs "
+                 "that no race has seen; exit 1 when a winner is slower beyond "
+                 "the noise")
+      ->excludes("--stop-after")
+      ->excludes("--compile-only");
   verb->callback([&] { chosen = [&] { return RunPrewarm(global, prewarm); }; });
 
   kiln::ExplainCommand explain;
@@ -362,6 +386,10 @@ int Run(int argc, char** argv) {
   verb->add_flag("--no-golden", freeze.no_golden,
                  "Do not run the plans for the digests of golden replay: the "
                  "same bytes on machines with and without the device");
+  AddRegretCap(verb, &freeze.regret_cap);
+  verb->add_flag("--keep-intervals", freeze.keep_intervals,
+                 "Merge nothing: one plan per capacity of the manifest")
+      ->excludes("--regret-cap");
   verb->callback([&] { chosen = [&] { return RunFreeze(global, freeze); }; });
 
   kiln::VerifyCommand verify;
@@ -461,9 +489,47 @@ int Run(int argc, char** argv) {
                  "Load plans of templates without a qualification");
   verb->callback([&] { chosen = [&] { return RunRun(global, run); }; });
 
+  kiln::BenchCommand bench;
   verb = app.add_subcommand(
-      "replay", "Derive every stored winner again from its samples");
-  verb->callback([&] { chosen = [&] { return RunReplay(global); }; });
+      "bench",
+      "Time of each plan at its capacity, against the device's floors");
+  verb->add_option("file", bench.file, "Bundle")->required();
+  verb->add_option("--entry", bench.entry, "Entry (default: all)")
+      ->type_name("NAME");
+  verb->add_option("--target", bench.target,
+                   "Section to time (default: the GPU's, else the CPU's)");
+  verb->add_option("--device", bench.device, "GPU (default 0)")
+      ->type_name("N")
+      ->check(CLI::Range(0, 63));
+  verb->add_option("--max-capacity", bench.max_capacity,
+                   "Leave out capacities above N tokens")
+      ->type_name("N")
+      ->check(CLI::Range(1u, 1u << 20));
+  verb->add_option("--blocks", bench.blocks,
+                   "Timed blocks of two runs each (default 15)")
+      ->type_name("N")
+      ->check(CLI::Range(2, 10000));
+  verb->add_flag("--warm-l2", bench.warm_l2,
+                 "Time with weights in the L2 cache (default: cold)");
+  verb->add_option("--compare", bench.compare,
+                   "torch: time PyTorch's bf16 layer in the same blocks")
+      ->type_name("WHAT");
+  verb->add_option("--python", bench.python,
+                   "Python with PyTorch (default python3)")
+      ->type_name("FILE");
+  verb->add_flag("--allow-predicted", bench.allow_predicted,
+                 "Load plans that never ran");
+  verb->add_flag("--allow-unqualified", bench.allow_unqualified,
+                 "Load plans of templates without a qualification");
+  verb->callback([&] { chosen = [&] { return RunBench(global, bench); }; });
+
+  kiln::ReplayCommand replay;
+  verb = app.add_subcommand(
+      "replay",
+      "Derive every stored winner, and the intervals that freeze would merge, "
+      "again from the samples");
+  AddRegretCap(verb, &replay.regret_cap);
+  verb->callback([&] { chosen = [&] { return RunReplay(global, replay); }; });
 
   kiln::ReportCommand report;
   verb = app.add_subcommand(
@@ -476,8 +542,27 @@ int Run(int argc, char** argv) {
       ->allow_extra_args(false);
   verb->callback([&] { chosen = [&] { return RunReport(global, report); }; });
 
+  kiln::DoctorCommand doctor;
   verb = app.add_subcommand("doctor", "What Kiln finds on this machine");
-  verb->callback([&] { chosen = [&] { return RunDoctor(global); }; });
+  CLI::Option* measure = verb->add_flag(
+      "--measure", doctor.measure,
+      "Measure what the devices can do at best, and keep it in the cache: the "
+      "cost model, bench and report go by it");
+  verb->add_option("--target", doctor.targets,
+                   "Measure for this target; may be repeated (default: all "
+                   "devices of this machine)")
+      ->needs(measure)
+      ->allow_extra_args(false);
+  verb->add_option("--device", doctor.device, "GPU to measure (default 0)")
+      ->type_name("N")
+      ->needs(measure)
+      ->check(CLI::Range(0, 63));
+  verb->add_option("--jobs", doctor.jobs,
+                   "Compile workers (default: cores, as memory allows)")
+      ->type_name("N")
+      ->needs(measure)
+      ->check(CLI::Range(1, 1024));
+  verb->callback([&] { chosen = [&] { return RunDoctor(global, doctor); }; });
 
   try {
     app.parse(argc, argv);

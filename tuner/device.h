@@ -31,6 +31,14 @@ class Replay {
 
 inline constexpr uint64_t kPageBytes = 4096;
 
+// What a device says about its speed.
+struct ClockState {
+  uint32_t mhz = 0;  // of the multiprocessors
+  // Set while heat or the power supply slows it down, as the driver's bits. A
+  // power limit is none of these: it holds steadily under load.
+  uint64_t throttle = 0;
+};
+
 // One device. Not thread-safe; every call waits for its own completion unless
 // it says otherwise. Errors are Internal with the driver's own name and text;
 // after one the device may be unusable.
@@ -63,9 +71,13 @@ class Device {
   virtual absl::Status Fill(void* to, uint8_t value, uint64_t bytes) = 0;
   virtual absl::Status Synchronize() = 0;
 
-  // Records what `launches` enqueues on stream(). CUDA: stream capture, the
-  // replay is one graph launch between two events. CPU: the function itself is
-  // run and timed by the monotonic clock.
+  // Absent when the device does not say: the CPU, a GPU without NVML.
+  virtual std::optional<ClockState> ReadClocks() { return std::nullopt; }
+
+  // Records what `launches` enqueues on stream(). CUDA: stream capture; the
+  // replay is one graph launch between two events, behind a gate that opens
+  // when all three are enqueued, so that no time of the host is measured. CPU:
+  // the function itself is run and timed by the monotonic clock.
   virtual absl::StatusOr<std::unique_ptr<Replay>> Record(
       std::function<absl::Status()> launches) = 0;
 

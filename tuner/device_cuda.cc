@@ -6,15 +6,18 @@
 #include <dlfcn.h>
 
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "compiler/base/status_macros.h"
 #include "tuner/device.h"
+#include "tuner/nvml.h"
 
 namespace kiln {
 namespace {
@@ -71,6 +74,8 @@ constexpr int kCaptureThreadLocal = 1;
   X(cuGraphDestroy, (CuGraph))                                                \
   X(cuEventCreate, (CuEvent*, unsigned))                                      \
   X(cuEventRecord, (CuEvent, CUstream_st*))                                   \
+  X(cuEventQuery, (CuEvent))                                                  \
+  X(cuLaunchHostFunc, (CUstream_st*, void (*)(void*), void*))                 \
   X(cuEventElapsedTime, (float*, CuEvent, CuEvent))                           \
   X(cuEventDestroy_v2, (CuEvent))
 
@@ -185,6 +190,46 @@ absl::StatusOr<DeviceProfile> ReadProfile(const Driver& driver_,
   return profile;
 }
 
+// Holds a stream back until the host has enqueued everything behind it. What is
+// timed then starts when the one before it ends, not when the host gets to it.
+class StreamGate {
+ public:
+  StreamGate() = default;
+
+  // Opens: a stream that is held for ever would hang whoever waits for it.
+  ~StreamGate() { Open(); }
+
+  StreamGate(const StreamGate&) = delete;
+  StreamGate& operator=(const StreamGate&) = delete;
+
+  absl::Status Close(const Driver& driver_, CUstream_st* stream) {
+    KILN_CUDA(cuLaunchHostFunc, stream, &StreamGate::Hold, this);
+    closed_ = true;
+    return absl::OkStatus();
+  }
+
+  // Opens, and waits until the stream has passed: the gate may go away then.
+  void Open() {
+    if (!std::exchange(closed_, false)) return;
+    open_.store(true, std::memory_order_release);
+    while (!passed_.load(std::memory_order_acquire)) std::this_thread::yield();
+  }
+
+ private:
+  // Runs on a thread of the driver, in the stream's order.
+  static void Hold(void* self) {
+    auto* gate = static_cast<StreamGate*>(self);
+    while (!gate->open_.load(std::memory_order_acquire)) {
+      std::this_thread::yield();
+    }
+    gate->passed_.store(true, std::memory_order_release);
+  }
+
+  bool closed_ = false;
+  std::atomic<bool> open_ = false;
+  std::atomic<bool> passed_ = false;
+};
+
 class CudaReplay : public Replay {
  public:
   CudaReplay(const Driver& driver, CUstream_st* stream, LaunchWatch* watch)
@@ -218,9 +263,21 @@ class CudaReplay : public Replay {
   absl::StatusOr<double> Run() override {
     const RunningLaunch running(watch_);
     KILN_CUDA(cuStreamSynchronize, stream_);
-    KILN_CUDA(cuEventRecord, begin_, stream_);
-    KILN_CUDA(cuGraphLaunch, exec_, stream_);
-    KILN_CUDA(cuEventRecord, end_, stream_);
+    {
+      StreamGate gate;
+      RETURN_IF_ERROR(gate.Close(driver_, stream_));
+      KILN_CUDA(cuEventRecord, begin_, stream_);
+      KILN_CUDA(cuGraphLaunch, exec_, stream_);
+      KILN_CUDA(cuEventRecord, end_, stream_);
+      // The sample is one only if nothing of it ran while the host enqueued.
+      constexpr CuResult kNotReady = 600;
+      const CuResult begun = driver_.cuEventQuery(begin_);
+      if (begun != kNotReady) {
+        RETURN_IF_ERROR(Check(driver_, begun, "cuEventQuery"));
+        return absl::InternalError(
+            "the stream ran past a closed gate: times would include the host");
+      }
+    }
     KILN_CUDA(cuStreamSynchronize, stream_);
     float milliseconds = 0;
     KILN_CUDA(cuEventElapsedTime, &milliseconds, begin_, end_);
@@ -259,6 +316,7 @@ class CudaDevice : public Device {
     if (target.has_value()) {
       ASSIGN_OR_RETURN(profile_, ProfileForTarget(profile_, *target));
     }
+    nvml_ = FindNvmlDevice(profile_.pci_bus_id);
     KILN_CUDA(cuDevicePrimaryCtxRetain, &context_, device_);
     KILN_CUDA(cuCtxSetCurrent, context_);
     KILN_CUDA(cuStreamCreate, &stream_, kStreamNonBlocking);
@@ -310,6 +368,17 @@ class CudaDevice : public Device {
     return absl::OkStatus();
   }
 
+  std::optional<ClockState> ReadClocks() override {
+    constexpr uint64_t kSlowed = kThrottleHardwareSlowdown |
+                                 kThrottleThermalSoftware |
+                                 kThrottleThermalHardware | kThrottlePowerBrake;
+    if (!nvml_.ok()) return std::nullopt;
+    const int mhz = nvml_->SmClockMhz();
+    if (mhz <= 0) return std::nullopt;
+    return ClockState{.mhz = static_cast<uint32_t>(mhz),
+                      .throttle = nvml_->ThrottleReasons() & kSlowed};
+  }
+
   absl::StatusOr<std::unique_ptr<Replay>> Record(
       std::function<absl::Status()> launches) override {
     auto replay = std::make_unique<CudaReplay>(driver_, stream_, watch());
@@ -318,6 +387,8 @@ class CudaDevice : public Device {
   }
 
  private:
+  // Its clocks; an error where the library does not tell.
+  absl::StatusOr<NvmlDevice> nvml_ = absl::UnavailableError("not opened");
   const Driver& driver_;
   CuDevice device_ = 0;
   CUctx_st* context_ = nullptr;

@@ -128,7 +128,7 @@ absl::StatusOr<std::unique_ptr<Device>> DeviceOf(
   if (context.target.backend == Backend::kCpu) {
     return OpenCpuDevice(context.target);
   }
-  return OpenCudaDevice(options.device_ordinal, context.target);
+  return OpenCudaDevice(options.device_ordinals.front(), context.target);
 }
 
 absl::StatusOr<LoadedSection::Digests> ReplayOn(Device* device,
@@ -177,6 +177,35 @@ absl::Status AddGolden(const std::vector<TargetContext>& contexts,
   return absl::OkStatus();
 }
 
+// The plan that serves each interval: its own, or the one that it was merged
+// into, with the whole interval that this one serves.
+absl::StatusOr<std::vector<Plan>> MergePlans(
+    const std::vector<ResolvedInterval>& intervals,
+    const std::vector<StoredPlan>& stored, double regret_cap,
+    PlanCache* cache) {
+  std::vector<Plan> plans;
+  size_t begin = 0;
+  while (begin < intervals.size()) {
+    std::vector<CurvePoint> points;
+    size_t end = begin;
+    for (; end < intervals.size() &&
+           intervals[end].context == intervals[begin].context &&
+           intervals[end].geometry == intervals[begin].geometry;
+         ++end) {
+      ASSIGN_OR_RETURN(const std::vector<Measurement> evidence,
+                       cache->LoadMeasurements(stored[end].key.digest));
+      points.push_back(CurvePointOf(stored[end].plan, evidence));
+    }
+    for (const CurveSegment& segment : MergeIntervals(points, regret_cap)) {
+      Plan plan = stored[begin + segment.last].plan;
+      plan.interval.m_min = points[segment.first].interval.m_min;
+      plans.insert(plans.end(), segment.last - segment.first + 1, plan);
+    }
+    begin = end;
+  }
+  return plans;
+}
+
 }  // namespace
 
 absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
@@ -191,12 +220,19 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
                      ResolveTarget(target, options, cache));
     contexts.push_back(std::move(context));
   }
-  const std::vector<ResolvedInterval> intervals =
-      ResolveIntervals(requests, contexts, options);
+  ASSIGN_OR_RETURN(const std::vector<ResolvedInterval> intervals,
+                   ResolveIntervals(requests, contexts, options));
 
   ASSIGN_OR_RETURN(
-      const std::vector<Plan> plans,
+      const std::vector<StoredPlan> stored,
       FindStoredPlans(intervals, contexts, !options.compile_only, cache));
+  std::vector<Plan> plans;
+  if (policy.regret_cap.has_value()) {
+    ASSIGN_OR_RETURN(plans,
+                     MergePlans(intervals, stored, *policy.regret_cap, cache));
+  } else {
+    for (const StoredPlan& own : stored) plans.push_back(own.plan);
+  }
 
   FreezeResult result;
   std::vector<BundleSection> sections(contexts.size());
@@ -207,6 +243,10 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
     const ResolvedInterval& resolved = intervals[i];
     const Target& target = contexts[resolved.context].target;
     const Plan& plan = plans[i];
+    if (plan.interval.m_max != resolved.interval.m_max) {
+      ++result.merged;
+      continue;
+    }
     if (plan.evidence.state == PlanState::kPredicted) {
       ++result.predicted;
       if (!policy.allow_predicted) {

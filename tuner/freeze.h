@@ -7,6 +7,7 @@
 #define KILN_TUNER_FREEZE_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "cache/plan_cache.h"
 #include "compiler/base/digest.h"
 #include "compiler/spec/manifest.h"
+#include "tuner/capacity_curve.h"
 #include "tuner/prewarm.h"
 #include "tuner/qualification.h"
 
@@ -27,7 +29,8 @@ struct FreezeResult {
   std::string bytes;
   Digest root;
   size_t entries = 0;
-  size_t plans = 0;
+  size_t plans = 0;   // in the bundle
+  size_t merged = 0;  // intervals that the plan of a larger capacity serves
   size_t predicted = 0;
   size_t unqualified = 0;  // plans of templates without a qualification
   size_t programs = 0;
@@ -41,12 +44,15 @@ struct FreezePolicy {
   // Run golden replay for the targets whose device is here. Without it, equal
   // caches give equal bytes on machines with and without the device.
   bool golden = true;
+  // Of MergeIntervals; absent: each interval of the manifest keeps its plan.
+  std::optional<double> regret_cap = kRegretCap;
   std::vector<QualificationReceipt> receipts = Receipts();
 };
 
-// Builds the bundle of every request of the manifest on every target. Equal
-// caches give equal bytes, and so does golden replay on devices that compute
-// alike.
+// Builds the bundle of every request of the manifest on every target. Adjacent
+// intervals that one plan may serve become one (tuner/capacity_curve.h); the
+// bundle's intervals leave no gap. Equal caches give equal bytes, and so does
+// golden replay on devices that compute alike.
 //   Errors: NotFound when an interval has no stored plan, naming it and the
 //   command that makes one; FailedPrecondition for predicted plans and
 //   for templates without a qualification, unless allowed; DataLoss when a

@@ -1,6 +1,9 @@
 #include "tuner/planner.h"
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -9,6 +12,7 @@
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
 #include "templates/registry.h"
+#include "tuner/cost_model.h"
 
 namespace kiln {
 namespace {
@@ -48,11 +52,17 @@ int DefaultCandidatesMax(Backend backend) {
 }
 
 Planner::Planner(const RequestGeometry& geometry, const DeviceProfile& device,
-                 const Toolchain& toolchain, int candidates_max)
-    : geometry_(geometry), device_(device) {
-  KILN_CHECK(candidates_max >= 1);
+                 const Toolchain& toolchain, const PlannerOptions& options)
+    : geometry_(geometry), device_(device), numerics_(options.numerics) {
+  KILN_CHECK(options.candidates_max >= 1);
   space_.toolchain = toolchain;
-  space_.candidates_max = candidates_max;
+  space_.candidates_max = options.candidates_max;
+  space_.warm_l2 = options.warm_l2;
+  // Who wants all candidates gets them.
+  if (options.ceilings.has_value() && options.candidates_max < kAllCandidates) {
+    space_.balance = options.ceilings->Balance();
+    if (!space_.balance.empty()) model_ = options.ceilings->Rounded();
+  }
   for (const KernelTemplate* from :
        TemplatesFor(geometry.op, device.target.backend)) {
     space_.templates.push_back(
@@ -60,8 +70,16 @@ Planner::Planner(const RequestGeometry& geometry, const DeviceProfile& device,
   }
 }
 
+const std::string& Planner::NumericsOf(const Interval& interval) const {
+  static const auto* const kAny = new std::string;
+  const auto found = numerics_.find(interval);
+  return found == numerics_.end() ? *kAny : found->second;
+}
+
 PlanKey Planner::KeyOf(const Interval& interval) const {
-  return MakePlanKey(geometry_, interval, device_, space_);
+  CandidateSpace space = space_;
+  space.numerics_class = NumericsOf(interval);
+  return MakePlanKey(geometry_, interval, device_, space);
 }
 
 const std::vector<ProgramKey>& Planner::ProgramsOf(
@@ -79,11 +97,51 @@ const std::vector<ProgramKey>& Planner::ProgramsOf(
   return it->second;
 }
 
+std::string Planner::ReasonAgainst(const PlanBody& body,
+                                   const Interval& interval) const {
+  const std::string& numerics = NumericsOf(interval);
+  if (!numerics.empty() && body.numerics_class != numerics) {
+    return absl::StrCat("numerics class ", body.numerics_class,
+                        " is not admitted: ", numerics, " is to be kept");
+  }
+  if ((!numerics.empty() || geometry_.deterministic) && !body.deterministic) {
+    return absl::StrCat("numerics class ", body.numerics_class,
+                        " is not admitted: repeats may differ");
+  }
+  return LimitThatBreaks(body, interval.m_max);
+}
+
+void Planner::Prune(const Problem& problem,
+                    std::vector<LegalPoint>* points) const {
+  if (model_.has_value()) {
+    std::vector<Prediction> predictions;
+    double best = std::numeric_limits<double>::infinity();
+    for (const LegalPoint& point : *points) {
+      predictions.push_back(Predict(problem, point.body, *model_));
+      best = std::min(best, predictions.back().Time());
+    }
+    // The first is the default, which always competes.
+    for (size_t i = 1; i < points->size(); ++i) {
+      if (predictions[i].Time() > kPruneFactor * best) {
+        (*points)[i].pruned = PruneReason(predictions[i], best);
+      }
+    }
+  }
+  int room = space_.candidates_max;
+  for (LegalPoint& point : *points) {
+    if (!point.pruned.empty()) continue;
+    if (--room >= 0) continue;
+    point.pruned = absl::StrCat(kPrunedPrefix, space_.candidates_max,
+                                " candidates are predicted to be faster");
+  }
+}
+
 absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
   const Problem problem = {geometry_, interval, device_};
   IntervalPlan plan;
   plan.interval = interval;
   std::vector<std::string> unsupported;
+  std::map<std::string, size_t> broken_rules;
   for (const KernelTemplate* from :
        TemplatesFor(geometry_.op, device_.target.backend)) {
     const absl::Status supports = from->Supports(geometry_, device_.target);
@@ -91,22 +149,35 @@ absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
       unsupported.emplace_back(supports.message());
       continue;
     }
-    const ParamSpace space =
-        from->Enumerate(problem, static_cast<size_t>(space_.candidates_max));
+    const ParamSpace space = from->Enumerate(problem, kAllCandidates);
     plan.rejects.insert(plan.rejects.end(), space.rejects.begin(),
                         space.rejects.end());
-    plan.left_out += space.legal - space.points.size();
+    std::vector<LegalPoint> points;
     for (const Assignment& assignment : space.points) {
-      PlannedCandidate candidate;
-      candidate.kernel_template = from;
-      ASSIGN_OR_RETURN(candidate.body, from->MakeBody(problem, assignment));
-      const std::string broken =
-          LimitThatBreaks(candidate.body, interval.m_max);
-      if (!broken.empty()) {
-        plan.rejects.push_back({.reason = broken, .count = 1});
+      LegalPoint point;
+      point.assignment = &assignment;
+      ASSIGN_OR_RETURN(point.body, from->MakeBody(problem, assignment));
+      const std::string broken = ReasonAgainst(point.body, interval);
+      if (broken.empty()) {
+        points.push_back(std::move(point));
+      } else {
+        ++broken_rules[broken];
+      }
+    }
+    Prune(problem, &points);
+    for (LegalPoint& point : points) {
+      if (!point.pruned.empty()) {
+        plan.pruned.push_back({.label = point.body.Label(),
+                               .body = CandidateDigest(point.body, {}),
+                               .numerics_class = point.body.numerics_class,
+                               .arena_bytes = point.body.arena.bytes,
+                               .reason = std::move(point.pruned)});
         continue;
       }
-      candidate.programs = ProgramsOf(*from, assignment);
+      PlannedCandidate candidate;
+      candidate.kernel_template = from;
+      candidate.body = std::move(point.body);
+      candidate.programs = ProgramsOf(*from, *point.assignment);
       std::vector<Digest> digests;
       for (const ProgramKey& key : candidate.programs) {
         digests.push_back(key.digest);
@@ -114,6 +185,9 @@ absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
       candidate.digest = CandidateDigest(candidate.body, digests);
       plan.candidates.push_back(std::move(candidate));
     }
+  }
+  for (const auto& [reason, count] : broken_rules) {
+    plan.rejects.push_back({.reason = reason, .count = count});
   }
   if (plan.candidates.empty()) {
     if (plan.rejects.empty()) {

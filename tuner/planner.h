@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "compiler/spec/plan.h"
 #include "compiler/spec/plan_key.h"
 #include "compiler/spec/program.h"
+#include "tuner/ceilings.h"
 
 namespace kiln {
 
@@ -26,27 +28,48 @@ struct PlannedCandidate {
   Digest digest;                     // CandidateDigest
 };
 
+// A legal candidate that does not race.
+struct PrunedCandidate {
+  std::string label;  // PlanBody::Label()
+  Digest body;        // CandidateDigest without programs: none was made
+  std::string numerics_class;
+  uint64_t arena_bytes = 0;
+  std::string reason;  // starts with kPrunedPrefix
+};
+
 struct IntervalPlan {
   Interval interval;
   // By template, in the order of the registry, and by predicted cost; the first
   // is the default.
   std::vector<PlannedCandidate> candidates;
-  // Points that break a rule of their template, and legal points that were left
-  // out because more than the limit were predicted to be faster.
+  // Points that break a rule of their template, by rule.
   std::vector<RejectedPoints> rejects;
-  size_t left_out = 0;
+  // Legal points that were left out, in order of predicted cost.
+  std::vector<PrunedCandidate> pruned;
 };
 
 // Candidates per interval and template unless the caller says otherwise.
 int DefaultCandidatesMax(Backend backend);
 
+// As many as to leave none out.
+inline constexpr int kAllCandidates = 1 << 20;
+
+// How candidates are chosen.
+struct PlannerOptions {
+  int candidates_max = 1;  // per interval, at least 1
+  // Of the device; the cost model leaves nothing out without them.
+  std::optional<Ceilings> ceilings = std::nullopt;
+  bool warm_l2 = false;  // how they will be timed
+  // The numerics class that an interval keeps; empty or absent: any.
+  std::map<Interval, std::string> numerics = {};
+};
+
 // Plans intervals of one geometry on one device. Program keys are computed once
 // per assignment and shared by all intervals. Not thread-safe.
 class Planner {
  public:
-  // candidates_max: at least 1.
   Planner(const RequestGeometry& geometry, const DeviceProfile& device,
-          const Toolchain& toolchain, int candidates_max);
+          const Toolchain& toolchain, const PlannerOptions& options);
 
   // Key of the interval's plan. Needs no enumeration, so that a stored plan is
   // found without planning.
@@ -60,10 +83,27 @@ class Planner {
  private:
   const std::vector<ProgramKey>& ProgramsOf(const KernelTemplate& from,
                                             const Assignment& assignment);
+  const std::string& NumericsOf(const Interval& interval) const;
+
+  // A point that its template allows.
+  struct LegalPoint {
+    const Assignment* assignment = nullptr;
+    PlanBody body;
+    std::string pruned;  // why it does not race; empty when it does
+  };
+
+  // Why a body may not race whatever it costs, or empty.
+  std::string ReasonAgainst(const PlanBody& body,
+                            const Interval& interval) const;
+  // Sets `pruned` of the points, which are in the order of their template.
+  void Prune(const Problem& problem, std::vector<LegalPoint>* points) const;
 
   RequestGeometry geometry_;
   DeviceProfile device_;
   CandidateSpace space_;
+  std::map<Interval, std::string> numerics_;
+  // What the cost model goes by; absent when it leaves nothing out.
+  std::optional<Ceilings> model_;
   std::map<std::pair<std::string, Assignment>, std::vector<ProgramKey>>
       programs_;
 };

@@ -504,23 +504,44 @@ absl::StatusOr<TargetContext> ResolveTarget(const Target& target,
                : absl::Status(setup.status().code(), message);
   }
   context.setup = *std::move(setup);
+  context.ceilings = FindCeilings(context.profile, cache);
   return context;
 }
 
-std::vector<ResolvedInterval> ResolveIntervals(
+std::optional<Ceilings> FindCeilings(const DeviceProfile& device,
+                                     PlanCache* cache) {
+  const absl::StatusOr<std::optional<std::string>> memo =
+      cache->FindMemo(CeilingsKey(device));
+  if (!memo.ok() || !memo->has_value()) return std::nullopt;
+  absl::StatusOr<Ceilings> ceilings = CeilingsFromJson(**memo);
+  return ceilings.ok() ? std::optional(*std::move(ceilings)) : std::nullopt;
+}
+
+absl::StatusOr<std::vector<ResolvedInterval>> ResolveIntervals(
     const std::vector<PlannedRequest>& requests,
     const std::vector<TargetContext>& contexts, const PrewarmOptions& options) {
   std::vector<ResolvedInterval> resolved;
   for (size_t index = 0; index < contexts.size(); ++index) {
     const TargetContext& context = contexts[index];
-    const int candidates_max =
+    PlannerOptions planning;
+    planning.candidates_max =
         options.candidates_max > 0
             ? options.candidates_max
             : DefaultCandidatesMax(context.target.backend);
+    planning.ceilings = context.ceilings;
+    planning.warm_l2 = options.warm_l2;
     for (const PlannedRequest& request : requests) {
-      const auto planner =
-          std::make_shared<Planner>(request.geometry, context.profile,
-                                    context.setup.toolchain, candidates_max);
+      planning.numerics.clear();
+      if (options.keep_numerics.has_value()) {
+        for (const Interval& interval : request.intervals) {
+          ASSIGN_OR_RETURN(
+              planning.numerics[interval],
+              options.keep_numerics->ClassOf(context.target, request.names,
+                                             request.geometry, interval));
+        }
+      }
+      const auto planner = std::make_shared<Planner>(
+          request.geometry, context.profile, context.setup.toolchain, planning);
       for (const Interval& interval : request.intervals) {
         resolved.push_back({index, request.names, request.geometry, interval,
                             planner->KeyOf(interval), planner});
@@ -541,7 +562,8 @@ absl::StatusOr<ResolvedManifest> ResolveManifest(const Manifest& manifest,
                      ResolveTarget(target, options, cache));
     resolved.contexts.push_back(std::move(context));
   }
-  resolved.intervals = ResolveIntervals(requests, resolved.contexts, options);
+  ASSIGN_OR_RETURN(resolved.intervals,
+                   ResolveIntervals(requests, resolved.contexts, options));
   return resolved;
 }
 

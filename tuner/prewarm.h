@@ -35,7 +35,9 @@
 #include "compiler/spec/manifest.h"
 #include "compiler/spec/plan.h"
 #include "compiler/toolchain_probe.h"
+#include "tuner/ceilings.h"
 #include "tuner/device.h"
+#include "tuner/kept_numerics.h"
 #include "tuner/planner.h"
 
 namespace kiln {
@@ -58,14 +60,22 @@ class ProgressSink {
   virtual void Note(const std::string& line) = 0;
 };
 
+// Timing that an interval is given unless the caller says otherwise.
+inline constexpr double kRaceSecondsPerInterval = 10;
+
 struct PrewarmOptions {
   std::vector<Target> targets;
-  uint32_t capacity_max = 0;         // drop larger capacities; 0 keeps all
-  int candidates_max = 0;            // per interval; 0 = DefaultCandidatesMax
+  uint32_t capacity_max = 0;  // drop larger capacities; 0 keeps all
+  int candidates_max = 0;     // per interval; 0 = DefaultCandidatesMax
+  // Numerics that winners must keep; absent: any.
+  std::optional<KeptNumerics> keep_numerics;
+  bool warm_l2 = false;              // time with weights in the L2
   int jobs = 0;                      // compile workers; 0 = WorkerCountMax()
   double compile_seconds_max = 120;  // deadline of one compile
-  bool compile_only = false;     // never touch a device; plans are predicted
-  double race_seconds_max = 10;  // timing per interval
+  bool compile_only = false;  // never touch a device; plans are predicted
+  // Timing per request, shared by its intervals: what a short race leaves, the
+  // others may use.
+  double race_seconds_max = 0;  // 0 = kRaceSecondsPerInterval for each
   std::optional<Stage> stop_after;
   // GPUs to race on, by the driver's numbers; distinct, at least one. Those
   // that exist must be equal (MeasureIdentity), so that their winners are.
@@ -141,6 +151,7 @@ struct TargetContext {
   // identity, which is that of `profile`. Empty when there is no device.
   std::vector<DeviceProfile> devices;
   CompilerSetup setup;
+  std::optional<Ceilings> ceilings;  // of the device, if it was measured
 };
 
 // The GPUs with the driver's numbers `ordinals` among all `devices`, as devices
@@ -150,6 +161,11 @@ struct TargetContext {
 absl::StatusOr<std::vector<DeviceProfile>> ChooseGpus(
     const std::vector<DeviceProfile>& devices, const Target& target,
     const std::vector<int>& ordinals);
+
+// The ceilings that `kiln doctor --measure` kept for such a device; damaged
+// ones count as absent.
+std::optional<Ceilings> FindCeilings(const DeviceProfile& device,
+                                     PlanCache* cache);
 
 // Finds device profile and compiler of a target. With compile_only, or without
 // the device, the profile is the target's usual one (`assumed`).
@@ -172,7 +188,9 @@ struct ResolvedInterval {
 
 // Intervals of all requests on all contexts: by context, geometry, interval.
 // Enumerates nothing.
-std::vector<ResolvedInterval> ResolveIntervals(
+//   Errors: FailedPrecondition when options.keep_numerics says nothing, or more
+//   than one thing, about an interval.
+absl::StatusOr<std::vector<ResolvedInterval>> ResolveIntervals(
     const std::vector<PlannedRequest>& requests,
     const std::vector<TargetContext>& contexts, const PrewarmOptions& options);
 

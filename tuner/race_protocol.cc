@@ -82,6 +82,7 @@ void Write(const RaceResult& result, FrameWriter* out) {
   }
   out->F64(result.noise_floor).U64(result.launches).U64(result.twin);
   Write(result.twin_samples, out);
+  out->U32(result.blocks).U32(result.discarded).F64(result.seconds);
 }
 
 RaceResult ReadResult(FrameReader* in) {
@@ -102,6 +103,9 @@ RaceResult ReadResult(FrameReader* in) {
   result.launches = in->U64();
   result.twin = in->U64();
   result.twin_samples = ReadSamples(in);
+  result.blocks = in->U32();
+  result.discarded = in->U32();
+  result.seconds = ReadFinite(in, "the time taken");
   return result;
 }
 
@@ -211,8 +215,12 @@ absl::StatusOr<std::string> EncodeRaceJob(const RaceJob& job) {
   out.U64(job.id)
       .U64(job.seed)
       .F64(job.options.seconds_max)
-      .U32(job.options.blocks_min)
-      .U32(job.options.blocks_max)
+      .F64(job.options.schedule.error)
+      .U32(job.options.schedule.blocks_min)
+      .U32(job.options.schedule.blocks_max)
+      .U32(job.options.schedule.batch_blocks)
+      .U32(static_cast<uint32_t>(job.options.schedule.batch_max))
+      .U32(job.options.warm_l2 ? kPresent : kAbsent)
       .U32(static_cast<uint32_t>(job.options.oracle_threads))
       .U32(static_cast<uint32_t>(job.contenders.size()));
   Plan plan;
@@ -241,8 +249,17 @@ absl::StatusOr<RaceJob> DecodeRaceJob(
   job.id = in.U64();
   job.seed = in.U64();
   job.options.seconds_max = ReadFinite(&in, "the time limit");
-  job.options.blocks_min = in.U32();
-  job.options.blocks_max = in.U32();
+  ScheduleOptions& schedule = job.options.schedule;
+  schedule.error = in.F64();
+  schedule.blocks_min = in.U32();
+  schedule.blocks_max = in.U32();
+  schedule.batch_blocks = in.U32();
+  schedule.batch_max = in.U32();
+  if (!(schedule.error > 0 && schedule.error < 1) || schedule.blocks_max < 1 ||
+      schedule.batch_max < 2) {
+    in.Fail("its schedule cannot be kept");
+  }
+  job.options.warm_l2 = ReadFlag(&in, "the mark of a warm L2");
   const uint32_t threads = in.U32();
   if (threads < 1 || threads > 1u << 16) {
     in.Fail(absl::StrCat(threads, " oracle threads"));

@@ -29,7 +29,7 @@
 namespace kiln {
 
 // Moves whenever a message of this file changes.
-inline constexpr uint32_t kRaceProtocolVersion = 1;
+inline constexpr uint32_t kRaceProtocolVersion = 2;
 // Descriptor of the shared LaunchWatch.
 inline constexpr int kRaceWatchDescriptor = 3;
 inline constexpr uint32_t kContendersMax = 4096;

@@ -24,6 +24,10 @@ constexpr double kShowSeconds = 0.2;
 constexpr double kGpuLaunchSeconds = 30;
 constexpr double kCpuLaunchSeconds = 300;
 
+// Candidates that were left out of a race and are stored with it, the most
+// promising ones; kiln plan lists them all.
+constexpr size_t kPrunedStored = 32;
+
 int OracleThreads(size_t lanes) {
   const size_t threads = std::thread::hardware_concurrency() / lanes;
   return std::max(1, static_cast<int>(threads));
@@ -264,7 +268,7 @@ absl::StatusOr<RaceStage::Step> RaceStage::BeginRace(size_t index, Lane* lane) {
   lane->quarantined.assign(job.contenders.size(), false);
   if (job.contenders.empty()) {
     RETURN_IF_ERROR(RememberWrong(*lane));
-    RETURN_IF_ERROR(StoreWinner(index, lane->entries, 0));
+    RETURN_IF_ERROR(StoreWinner(index, lane->entries, {}));
     return Step::kSettled;
   }
   const ResolvedInterval& resolved = state_.intervals[index];
@@ -272,7 +276,8 @@ absl::StatusOr<RaceStage::Step> RaceStage::BeginRace(size_t index, Lane* lane) {
   job.geometry = resolved.geometry;
   job.target = state_.contexts[resolved.context].target;
   job.interval = resolved.interval;
-  job.options.seconds_max = state_.options.race_seconds_max;
+  job.options.seconds_max = RaceSecondsFor(index);
+  job.options.warm_l2 = state_.options.warm_l2;
   job.options.oracle_threads = OracleThreads(lanes_.size());
   lane->racer->Submit(std::move(job));
   return Step::kRacing;
@@ -437,13 +442,14 @@ absl::Status RaceStage::FinishRace(Lane* lane,
                     absl::StrCat("racing ", Describe(lane->index)));
   }
   state_.report.launches += result->launches;
+  BudgetOf(lane->index).seconds -= result->seconds;
   for (size_t i = 0; i < lane->entry_of.size(); ++i) {
     lane->entries[lane->entry_of[i]].timing = result->timings[i];
   }
   state_.cache.set_device_name(lane->profile.name);
   absl::Status stored = RememberWrong(*lane);
   if (stored.ok()) {
-    stored = StoreWinner(lane->index, lane->entries, result->noise_floor);
+    stored = StoreWinner(lane->index, lane->entries, *result);
   }
   state_.cache.set_device_name("");
   RETURN_IF_ERROR(stored);
@@ -484,27 +490,61 @@ absl::Status RaceStage::RememberWrong(const Lane& lane) {
 // Stores the winner with all evidence.
 absl::Status RaceStage::StoreWinner(size_t index,
                                     const std::vector<RaceEntry>& entries,
-                                    double noise_floor) {
-  const Conclusion conclusion = Conclude(entries, noise_floor);
+                                    const RaceResult& result) {
+  const Conclusion conclusion = Conclude(entries, result.noise_floor);
   IntervalReport& row = state_.report.intervals[index];
   if (!conclusion.winner.has_value()) return absl::OkStatus();
   row.problem.clear();
   const size_t winner = *conclusion.winner;
   const Measurement& measured = conclusion.evidence[winner];
-  Plan plan = state_.MakePlan(index, state_.plans.at(index).candidates[winner]);
+  const IntervalPlan& planned = state_.plans.at(index);
+  Plan plan = state_.MakePlan(index, planned.candidates[winner]);
   Evidence& proof = plan.evidence;
   proof.state = PlanState::kMeasured;
-  proof.median_ns = MedianNs(measured);
+  proof.median_ns = conclusion.times_ns[winner];
   // A default that was wrong or never ran is no comparison.
-  const double standard = MedianNs(conclusion.evidence[0]);
+  const double standard = conclusion.times_ns[0];
   proof.default_median_ns = standard > 0 ? standard : proof.median_ns;
-  proof.noise_floor = noise_floor;
+  proof.noise_floor = result.noise_floor;
   proof.worst_error = measured.worst_error;
   proof.samples = static_cast<uint32_t>(measured.samples.size());
-  RETURN_IF_ERROR(state_.cache.PutPlan(state_.intervals[index].key, plan,
-                                       conclusion.evidence));
+  proof.blocks = result.blocks;
+  proof.discarded = result.discarded;
+  proof.race_seconds = result.seconds;
+  proof.pruned = static_cast<uint32_t>(planned.pruned.size());
+  std::vector<Measurement> evidence = conclusion.evidence;
+  AppendPruned(planned.pruned, kPrunedStored, &evidence);
+  RETURN_IF_ERROR(
+      state_.cache.PutPlan(state_.intervals[index].key, plan, evidence));
   row.plan = std::move(plan);
   return absl::OkStatus();
+}
+
+RaceStage::Budget& RaceStage::BudgetOf(size_t index) {
+  const ResolvedInterval& resolved = state_.intervals[index];
+  const auto [it, first] =
+      budgets_.try_emplace(std::pair(resolved.context, resolved.geometry));
+  if (first) {
+    for (const size_t other : state_.missing) {
+      it->second.intervals +=
+          state_.intervals[other].context == resolved.context &&
+          state_.intervals[other].geometry == resolved.geometry;
+    }
+    const double seconds = state_.options.race_seconds_max;
+    it->second.seconds = seconds > 0
+                             ? seconds
+                             : kRaceSecondsPerInterval *
+                                   static_cast<double>(it->second.intervals);
+  }
+  return it->second;
+}
+
+// What is left, over the intervals that are left.
+double RaceStage::RaceSecondsFor(size_t index) {
+  Budget& budget = BudgetOf(index);
+  const size_t share = std::max<size_t>(1, budget.intervals);
+  if (budget.intervals > 0) --budget.intervals;
+  return std::max(0.0, budget.seconds) / static_cast<double>(share);
 }
 
 std::string RaceStage::Describe(size_t index) const {

@@ -5,9 +5,11 @@
 #ifndef KILN_TUNER_RACE_STAGE_H_
 #define KILN_TUNER_RACE_STAGE_H_
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -73,7 +75,16 @@ class RaceStage {
   absl::Status FinishRace(Lane* lane, const absl::StatusOr<RaceResult>& result);
   absl::Status RememberWrong(const Lane& lane);
   absl::Status StoreWinner(size_t index, const std::vector<RaceEntry>& entries,
-                           double noise_floor);
+                           const RaceResult& result);
+
+  // Timing that the races of one request still have.
+  struct Budget {
+    double seconds = 0;
+    size_t intervals = 0;  // that have not begun
+  };
+
+  Budget& BudgetOf(size_t index);
+  double RaceSecondsFor(size_t index);
 
   std::string Describe(size_t index) const;
   std::string DescribeRace(const Lane& lane) const;
@@ -81,6 +92,8 @@ class RaceStage {
 
   PrewarmState& state_;
   std::optional<size_t> context_;  // of the lanes
+  // By context and geometry.
+  std::map<std::pair<size_t, RequestGeometry>, Budget> budgets_;
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::vector<NewPlan> predicted_;  // not stored yet
   size_t done_ = 0;

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
-#include <numeric>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -21,10 +21,10 @@ namespace {
 constexpr uint32_t kDrawsMax = 16;
 // Reuse distance of a weight, in multiples of the last-level cache.
 constexpr double kColdFactor = 4;
-// A contender this much slower than the best is dropped after a few blocks.
-constexpr uint32_t kEliminateAfter = 3;
-constexpr double kEliminateFirst = 1.30;
-constexpr double kEliminateLater = 1.10;
+// A device whose clock changes in more blocks than this, as a multiple of those
+// that count, has no steady state to be timed in.
+constexpr uint32_t kDiscardedPerBlock = 4;
+constexpr uint32_t kDiscardedMin = 20;
 
 double Seconds(std::chrono::steady_clock::time_point since) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - since)
@@ -37,6 +37,31 @@ double Median(std::vector<double> values) {
   const size_t middle = values.size() / 2;
   return values.size() % 2 == 1 ? values[middle]
                                 : (values[middle - 1] + values[middle]) / 2;
+}
+
+// The interval's own cases, and the edges of what lies below it: smaller
+// intervals may be merged into this one.
+std::vector<VerifyCase> CasesOf(const Interval& interval) {
+  std::vector<VerifyCase> cases = VerifyCases(interval);
+  if (interval.m_min == 1) return cases;
+  for (VerifyCase& test : VerifyCases({1, interval.m_min - 1})) {
+    if (test.m != 1 && test.m != interval.m_min - 1) continue;
+    test.repeat = false;
+    cases.push_back(std::move(test));
+  }
+  return cases;
+}
+
+// Whether the device ran slower for a reason of its own, or at another clock
+// at the end than at the start.
+bool HasDrifted(const std::optional<ClockState>& before,
+                const std::optional<ClockState>& after) {
+  // One step of the clock is less.
+  constexpr double kSteady = 0.03;
+  if (!before.has_value() || !after.has_value()) return false;
+  if (before->throttle != 0 || after->throttle != 0) return true;
+  const auto [low, high] = std::minmax(before->mhz, after->mhz);
+  return high - low > kSteady * high;
 }
 
 // Same code, same launches: timing it again would only measure noise.
@@ -56,8 +81,6 @@ std::string CodeIdentity(const Contender& contender) {
 struct Lane {
   size_t contender = 0;
   std::unique_ptr<Replay> replay;
-  std::vector<double> values;
-  bool second = false;  // of two lanes of one contender
 };
 
 class RaceRunner {
@@ -100,7 +123,7 @@ class RaceRunner {
   }
 
   absl::Status VerifyAll() {
-    const std::vector<VerifyCase> cases = VerifyCases(interval_);
+    const std::vector<VerifyCase> cases = CasesOf(interval_);
     std::map<std::string, size_t> seen;
     plans_.resize(contenders_.size());
     for (size_t i = 0; i < contenders_.size(); ++i) {
@@ -163,30 +186,8 @@ class RaceRunner {
     return absl::OkStatus();
   }
 
-  // Enough draws that their weights together exceed the cache several times.
-  uint32_t DrawCount() {
-    const RequestGeometry& geometry = bench_->geometry();
-    const std::vector<uint64_t> bytes = FusedMoeBytes(geometry, 1);
-    const auto slot = [&bytes](FusedMoeParam param) {
-      return static_cast<double>(bytes[static_cast<size_t>(param)]);
-    };
-    const double expert =
-        (slot(FusedMoeParam::kWGate) + slot(FusedMoeParam::kWUp) +
-         slot(FusedMoeParam::kWDown)) /
-        static_cast<double>(geometry.experts);
-    const double touched =
-        expert * static_cast<double>(bench_->workload().ActiveExperts(
-                     Routing::kUniform, 0, interval_.m_max));
-    const double wanted =
-        kColdFactor *
-        static_cast<double>(bench_->device()->profile().l2_bytes) / touched;
-    return static_cast<uint32_t>(
-        std::clamp(std::ceil(wanted), 2.0, static_cast<double>(kDrawsMax)));
-  }
-
-  absl::Status MakeLanes() {
-    draws_ = DrawCount();
-    std::vector<std::vector<uint64_t>> params;
+  absl::Status MakeParams() {
+    draws_ = options_.warm_l2 ? 1 : ColdDraws(bench_, interval_.m_max);
     std::vector<size_t> sets;
     for (uint32_t draw = 0; draw < draws_; ++draw) {
       // Draws of the race are not those of the verifier.
@@ -195,131 +196,147 @@ class RaceRunner {
           bench_->AddInputs(Routing::kUniform, 100 + draw, interval_.m_max));
       sets.push_back(set);
     }
-    for (const size_t set : sets) params.push_back(bench_->Params(set));
-    const auto add = [&](size_t contender, bool second) -> absl::Status {
-      Lane lane;
-      lane.contender = contender;
-      lane.second = second;
-      const LoadedPlan* plan = plans_[contender].get();
-      OpBench* bench = bench_;
-      const uint32_t m = interval_.m_max;
-      ASSIGN_OR_RETURN(
-          lane.replay,
-          bench_->device()->Record([plan, bench, params, m]() -> absl::Status {
-            for (const std::vector<uint64_t>& block : params) {
-              RETURN_IF_ERROR(plan->Launch(m, block, bench->arena().data(),
-                                           bench->arena().bytes()));
-            }
-            return absl::OkStatus();
-          }));
-      for (const BlockTime& sample :
-           second ? result_.twin_samples : result_.timings[contender].samples) {
-        lane.values.push_back(sample.ns);
+    for (const size_t set : sets) params_.push_back(bench_->Params(set));
+    return absl::OkStatus();
+  }
+
+  // The lane's recorded launches; the first use warms up: clocks rise, pages
+  // and instruction caches fill.
+  absl::StatusOr<Replay*> ReplayOf(size_t index) {
+    Lane& lane = lanes_[index];
+    if (options_.about_to_run) options_.about_to_run(lane.contender);
+    if (lane.replay != nullptr) return lane.replay.get();
+    const auto launch = [this, plan = plans_[lane.contender].get()] {
+      for (const std::vector<uint64_t>& block : params_) {
+        RETURN_IF_ERROR(plan->Launch(interval_.m_max, block,
+                                     bench_->arena().data(),
+                                     bench_->arena().bytes()));
       }
-      lanes_.push_back(std::move(lane));
       return absl::OkStatus();
     };
-    for (size_t i = 0; i < contenders_.size(); ++i) {
-      if (result_.timings[i].outcome != Outcome::kFinished) continue;
-      RETURN_IF_ERROR(add(i, false));
-      // The noise floor comes from timing one contender twice: the default, or
-      // the first that is right when the default is not.
-      if (lanes_.size() == 1) {
-        // Earlier samples of another twin say nothing about this one.
-        if (result_.twin != i) result_.twin_samples.clear();
-        result_.twin = i;
-        RETURN_IF_ERROR(add(i, true));
-      }
-    }
-    return absl::OkStatus();
+    ASSIGN_OR_RETURN(lane.replay, bench_->device()->Record(launch));
+    RETURN_IF_ERROR(lane.replay->Run().status());
+    result_.launches += draws_;
+    return lane.replay.get();
   }
 
-  // The block after the last one that an earlier race finished.
-  uint32_t NextBlock() const {
-    uint32_t next = 0;
-    for (const Lane& lane : lanes_) {
-      if (lane.second) continue;
-      const std::vector<BlockTime>& samples =
-          result_.timings[lane.contender].samples;
-      if (!samples.empty()) next = std::max(next, samples.back().block + 1);
-    }
-    return next;
-  }
-
-  // One sample of every lane, starting at another lane each time and in the
-  // other direction every second time.
-  absl::Status Block(uint32_t block) {
-    std::vector<size_t> order(lanes_.size());
-    std::iota(order.begin(), order.end(), size_t{0});
-    std::rotate(
-        order.begin(),
-        order.begin() + static_cast<std::ptrdiff_t>(block / 2 % order.size()),
-        order.end());
-    if (block % 2 == 1) std::reverse(order.begin(), order.end());
+  // Times the lanes once, in this order.
+  absl::StatusOr<std::vector<double>> TimeBlock(
+      const std::vector<size_t>& order) {
+    std::vector<double> ns(lanes_.size());
     for (const size_t index : order) {
-      Lane& lane = lanes_[index];
-      if (options_.about_to_run) options_.about_to_run(lane.contender);
-      ASSIGN_OR_RETURN(const double total_ns, lane.replay->Run());
+      ASSIGN_OR_RETURN(Replay * replay, ReplayOf(index));
+      ASSIGN_OR_RETURN(const double total_ns, replay->Run());
       result_.launches += draws_;
-      const double ns = total_ns / draws_;
-      lane.values.push_back(ns);
-      // A second lane only serves the noise floor.
-      (lane.second ? result_.twin_samples
-                   : result_.timings[lane.contender].samples)
-          .push_back({.block = block, .ns = ns});
+      ns[index] = total_ns / draws_;
     }
-    return absl::OkStatus();
-  }
-
-  void Eliminate(double factor) {
-    double best = std::numeric_limits<double>::infinity();
-    for (const Lane& lane : lanes_) best = std::min(best, Median(lane.values));
-    std::erase_if(lanes_, [&](const Lane& lane) {
-      const bool slow =
-          lane.contender != result_.twin && Median(lane.values) > factor * best;
-      if (slow) {
-        result_.timings[lane.contender].outcome = Outcome::kEliminated;
-      }
-      return slow;
-    });
-    Report(absl::StrFormat("race %d left, best %.1f us", lanes_.size(),
-                           best / 1e3));
+    return ns;
   }
 
   absl::Status TimeAll() {
-    RETURN_IF_ERROR(MakeLanes());
-    if (lanes_.empty()) return absl::OkStatus();
-    // Warm-up: clocks rise, pages and instruction caches fill.
-    for (Lane& lane : lanes_) {
-      if (options_.about_to_run) options_.about_to_run(lane.contender);
-      RETURN_IF_ERROR(lane.replay->Run().status());
-      result_.launches += draws_;
+    std::vector<size_t> right;
+    for (size_t i = 0; i < contenders_.size(); ++i) {
+      lanes_.push_back({.contender = i, .replay = nullptr});
+      if (result_.timings[i].outcome == Outcome::kFinished) right.push_back(i);
     }
+    if (right.empty()) return absl::OkStatus();
+    RETURN_IF_ERROR(MakeParams());
+    RaceSchedule schedule(contenders_.size(), right, options_.schedule);
+    lanes_.push_back({.contender = schedule.reference(), .replay = nullptr});
+    Resume(&schedule);
     const auto begin = std::chrono::steady_clock::now();
-    for (uint32_t block = NextBlock(); block < options_.blocks_max; ++block) {
-      if (block >= options_.blocks_min &&
-          Seconds(begin) > options_.seconds_max) {
+    // What an earlier race of the same contenders took counts.
+    const double before_seconds = result_.seconds;
+    for (;;) {
+      const std::vector<size_t> order = schedule.NextBlock();
+      if (order.empty()) break;
+      if (schedule.HasEnough() &&
+          before_seconds + Seconds(begin) > options_.seconds_max) {
         break;
       }
-      RETURN_IF_ERROR(Block(block));
-      if (block + 1 == kEliminateAfter) Eliminate(kEliminateFirst);
-      if (block + 1 == options_.blocks_min) Eliminate(kEliminateLater);
+      // Making and warming lanes must not fall into a block.
+      for (const size_t index : order) {
+        RETURN_IF_ERROR(ReplayOf(index).status());
+      }
+      const std::optional<ClockState> before = bench_->device()->ReadClocks();
+      ASSIGN_OR_RETURN(const std::vector<double> ns, TimeBlock(order));
+      if (HasDrifted(before, bench_->device()->ReadClocks())) {
+        ++result_.discarded;
+        if (result_.discarded >
+            kDiscardedMin + kDiscardedPerBlock * schedule.blocks()) {
+          return absl::UnavailableError(absl::StrCat(
+              "the device changed its clock or was throttled during ",
+              result_.discarded, " blocks of a race, only ", schedule.blocks(),
+              " count; let it cool down or lock its clock (nvidia-smi "
+              "--lock-gpu-clocks), then run the same command again"));
+        }
+        continue;
+      }
+      Keep(schedule, order, ns);
+      const size_t active = schedule.active();
+      schedule.Add(ns);
+      result_.blocks = schedule.blocks();
+      result_.noise_floor = schedule.noise_floor();
+      result_.seconds = before_seconds + Seconds(begin);
       Checkpoint();
+      if (schedule.active() != active || schedule.blocks() % 8 == 0) {
+        Report(absl::StrFormat("race block %d, %d in, %.1f us, floor %.2f %%",
+                               schedule.blocks(), schedule.active(),
+                               BestNs() / 1e3, 100 * schedule.noise_floor()));
+      }
     }
-    MeasureNoise();
+    for (const size_t i : right) {
+      Timing& timing = result_.timings[i];
+      if (schedule.IsTimed(i) && !schedule.IsDropped(i)) continue;
+      timing.outcome = Outcome::kEliminated;
+      if (!schedule.IsTimed(i)) timing.reason = "the time to race was over";
+    }
+    result_.noise_floor = schedule.noise_floor();
+    result_.blocks = schedule.blocks();
+    result_.seconds = before_seconds + Seconds(begin);
     return absl::OkStatus();
   }
 
-  void MeasureNoise() {
-    double first = 0;
-    double second = 0;
-    for (const Lane& lane : lanes_) {
-      if (lane.contender != result_.twin) continue;
-      (lane.second ? second : first) = Median(lane.values);
+  // Goes on from the whole blocks of an earlier race.
+  void Resume(RaceSchedule* schedule) {
+    // Earlier samples of another twin say nothing about this one.
+    if (result_.twin != schedule->reference()) result_.twin_samples.clear();
+    result_.twin = schedule->reference();
+    std::map<uint32_t, std::vector<double>> blocks;
+    const auto add = [&](const std::vector<BlockTime>& samples, size_t lane) {
+      for (const BlockTime& sample : samples) {
+        std::vector<double>& ns = blocks[sample.block];
+        ns.resize(lanes_.size());
+        ns[lane] = sample.ns;
+      }
+    };
+    for (size_t i = 0; i < contenders_.size(); ++i) {
+      if (result_.timings[i].outcome != Outcome::kFinished) continue;
+      add(result_.timings[i].samples, i);
     }
-    if (first > 0 && second > 0) {
-      result_.noise_floor = std::abs(first / second - 1);
+    add(result_.twin_samples, schedule->twin());
+    if (!blocks.empty()) schedule->Restore(blocks);
+  }
+
+  // The second lane of the reference serves the noise floor alone.
+  void Keep(const RaceSchedule& schedule, const std::vector<size_t>& order,
+            const std::vector<double>& ns) {
+    for (const size_t index : order) {
+      std::vector<BlockTime>& samples = index == schedule.twin()
+                                            ? result_.twin_samples
+                                            : result_.timings[index].samples;
+      samples.push_back({.block = schedule.blocks(), .ns = ns[index]});
     }
+  }
+
+  double BestNs() const {
+    double best = std::numeric_limits<double>::infinity();
+    for (const Timing& timing : result_.timings) {
+      if (!timing.samples.empty()) {
+        best = std::min(best, MedianNs(timing.samples));
+      }
+    }
+    return best;
   }
 
   OpBench* bench_;
@@ -328,11 +345,32 @@ class RaceRunner {
   const RaceOptions& options_;
   RaceResult result_;
   uint32_t draws_ = 0;
+  std::vector<std::vector<uint64_t>> params_;       // by draw
   std::vector<std::unique_ptr<LoadedPlan>> plans_;  // by contender; or null
-  std::vector<Lane> lanes_;
+  std::vector<Lane> lanes_;  // by contender, then the second of the reference
 };
 
 }  // namespace
+
+uint32_t ColdDraws(OpBench* bench, uint32_t m) {
+  const RequestGeometry& geometry = bench->geometry();
+  const std::vector<uint64_t> bytes = FusedMoeBytes(geometry, 1);
+  const auto slot = [&bytes](FusedMoeParam param) {
+    return static_cast<double>(bytes[static_cast<size_t>(param)]);
+  };
+  const double expert =
+      (slot(FusedMoeParam::kWGate) + slot(FusedMoeParam::kWUp) +
+       slot(FusedMoeParam::kWDown)) /
+      static_cast<double>(geometry.experts);
+  const double touched =
+      expert * static_cast<double>(
+                   bench->workload().ActiveExperts(Routing::kUniform, 0, m));
+  const double wanted =
+      kColdFactor * static_cast<double>(bench->device()->profile().l2_bytes) /
+      touched;
+  return static_cast<uint32_t>(
+      std::clamp(std::ceil(wanted), 2.0, static_cast<double>(kDrawsMax)));
+}
 
 bool IsWantOfResources(const absl::Status& status) {
   return absl::IsResourceExhausted(status) || absl::IsUnavailable(status);

@@ -1,7 +1,8 @@
 // Race: candidates of one interval -> verdicts and timing samples. Verifies
 // each candidate, then times the survivors in interleaved blocks as deployed:
 // captured launches of the whole plan over rotating token draws, so that
-// consecutive launches use other experts' weights and find a cold L2.
+// consecutive launches use other experts' weights and find a cold L2. Who is
+// clearly slower leaves early (tuner/race_schedule.h).
 
 #ifndef KILN_TUNER_RACER_H_
 #define KILN_TUNER_RACER_H_
@@ -16,6 +17,7 @@
 #include "compiler/spec/plan.h"
 #include "compiler/spec/program.h"
 #include "tuner/op_bench.h"
+#include "tuner/race_schedule.h"
 
 namespace kiln {
 
@@ -35,7 +37,8 @@ struct BlockTime {
 enum class Outcome {
   kOpen,        // nothing is known yet
   kFinished,    // timed to the end
-  kEliminated,  // dropped early: clearly slower than the best
+  kEliminated,  // dropped early: shown slower than a rival, or never timed
+                // because the time was over
   kIdentical,   // same binaries and launches as an earlier contender
   kRejected,    // wrong, or refused by the runtime
 };
@@ -49,10 +52,13 @@ struct Timing {
 
 struct RaceResult {
   std::vector<Timing> timings;  // in the order of the contenders
-  // |a / b - 1| of the two sets of samples of the default (of the first right
-  // contender when the default is wrong), as a fraction.
+  // NoiseFloorOf the two lanes of the default (of the first right contender
+  // when the default is wrong), as a fraction.
   double noise_floor = 0;
   uint64_t launches = 0;
+  uint32_t blocks = 0;     // that count
+  uint32_t discarded = 0;  // during which the device changed its clock
+  double seconds = 0;      // that timing took
   // The contender that is timed twice per block, and its second samples.
   size_t twin = 0;
   std::vector<BlockTime> twin_samples;
@@ -61,8 +67,10 @@ struct RaceResult {
 struct RaceOptions {
   // Seconds that timing may take; verification is not counted.
   double seconds_max = 10;
-  uint32_t blocks_min = 5;
-  uint32_t blocks_max = 25;
+  ScheduleOptions schedule;
+  // Every launch uses the same weights, which then stay in the L2. Otherwise
+  // launches rotate over enough weights to find it cold.
+  bool warm_l2 = false;
   int oracle_threads = 1;
   // Called with a line for people whenever something was learnt.
   std::function<void(const std::string&)> progress;
@@ -81,12 +89,17 @@ struct RaceOptions {
 };
 
 // The first contender is the default: it is timed twice per block, which
-// measures the noise floor, and never eliminated.
+// measures the noise floor, and never eliminated. Blocks during which the
+// device changed its clock or was throttled do not count.
 //   Errors: the device failed, or the machine lacks something
 //   (IsWantOfResources). Wrong candidates are Outcome::kRejected.
 absl::StatusOr<RaceResult> Race(OpBench* bench, const Interval& interval,
                                 const std::vector<Contender>& contenders,
                                 const RaceOptions& options);
+
+// Draws that launches of m tokens rotate over, so that the weights they use
+// exceed the last-level cache several times: 2 to 16.
+uint32_t ColdDraws(OpBench* bench, uint32_t m);
 
 // Whether a failure says that memory, threads or descriptors ran out, and so
 // nothing about the candidate that ran.

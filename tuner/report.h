@@ -7,6 +7,7 @@
 #define KILN_TUNER_REPORT_H_
 
 #include <cstddef>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -16,28 +17,22 @@
 #include "cache/plan_cache.h"
 #include "cache/records.h"
 #include "compiler/spec/target.h"
+#include "tuner/ceilings.h"
+#include "tuner/conclusion.h"
 
 namespace kiln {
 
-// A measured plan with all that entered its race.
-struct ReportPlan {
-  StoredPlan stored;
-  std::vector<Measurement> evidence;  // in stored order: the default is first
-};
-
 struct ReportInput {
-  std::vector<ReportPlan> plans;  // in any order
-  size_t predicted = 0;           // plans left out because they never ran
-  std::vector<Target> targets;    // that the plans were limited to; empty = all
+  std::vector<MeasuredPlan> plans;  // in any order
+  size_t predicted = 0;             // plans left out because they never ran
+  std::vector<Target> targets;  // that the plans were limited to; empty = all
+  // Of the plans' devices, by CeilingsKeyOf; where absent, no floor is shown.
+  std::map<std::string, Ceilings> ceilings;
 };
 
 // The page: valid HTML that is also well-formed XML. Plans that can be compared
 // (equal geometry, target, device, compiler and candidates) share a chart.
 std::string RenderReport(const ReportInput& input);
-
-// Text as it may stand in an element or a quoted attribute. What XML cannot
-// carry (control characters, bytes that are no UTF-8) becomes U+FFFD.
-std::string EscapeMarkup(absl::string_view text);
 
 // The measured plans for `targets` (all when empty) and their evidence.
 //   Errors: those of the cache, damaged evidence included.

@@ -92,7 +92,7 @@ std::string IntervalName(const ResolvedInterval& resolved,
                       " on ", target.ToString());
 }
 
-absl::StatusOr<std::vector<Plan>> FindStoredPlans(
+absl::StatusOr<std::vector<StoredPlan>> FindStoredPlans(
     const std::vector<ResolvedInterval>& intervals,
     const std::vector<TargetContext>& contexts, bool measured_elsewhere,
     PlanCache* cache) {
@@ -114,7 +114,7 @@ absl::StatusOr<std::vector<Plan>> FindStoredPlans(
       plans[indices[i]] = std::move(found[i]);
     }
   }
-  std::vector<Plan> result;
+  std::vector<StoredPlan> result;
   std::vector<Digest> used;
   for (size_t i = 0; i < intervals.size(); ++i) {
     if (!plans[i].has_value()) {
@@ -128,10 +128,10 @@ absl::StatusOr<std::vector<Plan>> FindStoredPlans(
             "; run kiln prewarm with the same manifest, target and limits "
             "first"));
       }
-      plans[i] = std::move(stored);
+      plans[i] = *std::move(stored);
     }
     used.push_back(plans[i]->key.digest);
-    result.push_back(std::move(plans[i]->plan));
+    result.push_back(*std::move(plans[i]));
   }
   // Costs nothing but that garbage collection may take them for unused.
   cache->NoteUse(used).IgnoreError();

@@ -28,7 +28,7 @@ std::string IntervalName(const ResolvedInterval& resolved,
 //   Errors: NotFound when an interval has no plan, naming it and the command
 //   that makes one; FailedPrecondition when several kinds of devices could
 //   answer, naming them.
-absl::StatusOr<std::vector<Plan>> FindStoredPlans(
+absl::StatusOr<std::vector<StoredPlan>> FindStoredPlans(
     const std::vector<ResolvedInterval>& intervals,
     const std::vector<TargetContext>& contexts, bool measured_elsewhere,
     PlanCache* cache);

@@ -188,6 +188,11 @@ struct Evidence {
   double worst_error = 0;        // relative Frobenius error against the oracle
   uint32_t samples = 0;          // timed blocks of the winner
   uint32_t candidates = 0;       // that entered the race
+  // Of the whole race; 0 in rows that older versions stored.
+  uint32_t blocks = 0;      // that count
+  uint32_t discarded = 0;   // during which the device changed its clock
+  uint32_t pruned = 0;      // legal candidates that were left out of it
+  double race_seconds = 0;  // that timing took
 
   bool operator==(const Evidence&) const = default;
 };

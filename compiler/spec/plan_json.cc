@@ -65,6 +65,8 @@ class Fields {
     return *value;
   }
 
+  bool Has(absl::string_view key) const { return node_.Find(key) != nullptr; }
+
   std::string Text(absl::string_view key) {
     return Get(key, JsonNode::Kind::kString).text;
   }
@@ -340,6 +342,25 @@ PlanBody BodyFromJson(const JsonNode& node, absl::Status* status) {
   return body;
 }
 
+Json EvidenceToJson(const Evidence& evidence) {
+  Json out = {{"state", Str(StateName(evidence.state))},
+              {"median_ns", evidence.median_ns},
+              {"default_median_ns", evidence.default_median_ns},
+              {"noise_floor", evidence.noise_floor},
+              {"worst_error", evidence.worst_error},
+              {"samples", evidence.samples},
+              {"candidates", evidence.candidates}};
+  const bool raced = evidence.blocks != 0 || evidence.discarded != 0 ||
+                     evidence.pruned != 0 || evidence.race_seconds != 0;
+  if (raced) {
+    out["race"] = {{"blocks", evidence.blocks},
+                   {"discarded", evidence.discarded},
+                   {"pruned", evidence.pruned},
+                   {"seconds", evidence.race_seconds}};
+  }
+  return out;
+}
+
 Evidence EvidenceFromJson(const JsonNode& node, absl::Status* status) {
   Fields fields(node, status);
   Evidence out;
@@ -351,6 +372,14 @@ Evidence EvidenceFromJson(const JsonNode& node, absl::Status* status) {
   out.worst_error = fields.Number("worst_error");
   out.samples = fields.Integer<uint32_t>("samples");
   out.candidates = fields.Integer<uint32_t>("candidates");
+  // Rows of older versions lack it.
+  if (fields.Has("race")) {
+    Fields race(fields.Get("race", JsonNode::Kind::kObject), status);
+    out.blocks = race.Integer<uint32_t>("blocks");
+    out.discarded = race.Integer<uint32_t>("discarded");
+    out.pruned = race.Integer<uint32_t>("pruned");
+    out.race_seconds = race.Number("seconds");
+  }
   return out;
 }
 
@@ -361,21 +390,13 @@ std::string PlanToJson(const Plan& plan) {
   for (const Digest& program : plan.programs) {
     programs.push_back(program.ToHex());
   }
-  const Evidence& evidence = plan.evidence;
   const Json root = {{"request", GeometryToJson(plan.geometry)},
                      {"target", plan.target.ToString()},
                      {"m_min", plan.interval.m_min},
                      {"m_max", plan.interval.m_max},
                      {"body", BodyToJson(plan.body)},
                      {"programs", std::move(programs)},
-                     {"evidence",
-                      {{"state", Str(StateName(evidence.state))},
-                       {"median_ns", evidence.median_ns},
-                       {"default_median_ns", evidence.default_median_ns},
-                       {"noise_floor", evidence.noise_floor},
-                       {"worst_error", evidence.worst_error},
-                       {"samples", evidence.samples},
-                       {"candidates", evidence.candidates}}}};
+                     {"evidence", EvidenceToJson(plan.evidence)}};
   return root.dump();
 }
 

@@ -81,7 +81,11 @@ PlanKey MakePlanKey(const RequestGeometry& geometry, const Interval& interval,
   encoder.Number("measurement_policy", kMeasurementPolicyVersion);
   std::vector<TemplateIdentity> templates = space.templates;
   std::sort(templates.begin(), templates.end());
-  encoder.Begin("candidates").Number("limit", space.candidates_max);
+  encoder.Begin("candidates")
+      .Number("limit", space.candidates_max)
+      .Text("balance", space.balance)
+      .Text("numerics_class", space.numerics_class)
+      .Flag("warm_l2", space.warm_l2);
   for (const TemplateIdentity& identity : templates) {
     encoder.Begin(identity.name)
         .Number("version", identity.version)

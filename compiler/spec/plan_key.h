@@ -25,7 +25,7 @@ struct PlanKey {
 
 // Version of the way candidates are verified, timed and selected. Moves when
 // stored samples would no longer mean the same.
-inline constexpr int kMeasurementPolicyVersion = 1;
+inline constexpr int kMeasurementPolicyVersion = 2;
 
 // Digest of one candidate: its body and the build digests of its programs. The
 // labels of steps and the names of slices are for people and do not enter.
@@ -49,6 +49,12 @@ struct CandidateSpace {
   std::vector<TemplateIdentity> templates;  // order does not matter
   Toolchain toolchain;
   int candidates_max = 0;
+  // What the cost model goes by when it leaves candidates out; empty when it
+  // leaves none out. See Ceilings::Balance.
+  std::string balance = {};
+  // The only numerics class that may enter; empty when all may.
+  std::string numerics_class = {};
+  bool warm_l2 = false;  // how candidates are timed
 
   bool operator==(const CandidateSpace&) const = default;
 };

@@ -112,6 +112,8 @@ DOCTOR = kiln("--json", "doctor").json()
 SMALL = write("small.json", manifest())
 # Flags that plan, prewarm and freeze must agree on.
 CPU = ["--target", "cpu", "--max-candidates", "1"]
+# One plan per capacity, whatever the samples of this machine are.
+FREEZE = ["freeze", SMALL, *CPU, "--keep-intervals", "--allow-unqualified"]
 
 
 def need_cc_cpu(test):
@@ -157,8 +159,7 @@ def frozen_bundle():
         cold = kiln("--json", "prewarm", SMALL, *CPU, "--budget", "0.05")
         assert cold.code == DONE, cold
         path = SCRATCH / "small.kiln"
-        frozen = kiln("--json", "freeze", SMALL, *CPU, "--allow-unqualified",
-                      "-o", path)
+        frozen = kiln("--json", *FREEZE, "-o", path)
         assert frozen.code == DONE, frozen
         _frozen.update(cold=cold.json(), freeze=frozen.json(), path=path)
     return _frozen["path"]
@@ -242,8 +243,7 @@ class HappyPathTest(CliTest):
 
     def test_freeze_is_reproducible(self):
         other = SCRATCH / "again.kiln"
-        result = kiln("--json", "freeze", SMALL, *CPU, "--allow-unqualified",
-                      "-o", other)
+        result = kiln("--json", *FREEZE, "-o", other)
         self.assertEqual(result.code, DONE, result)
         self.assertEqual(other.read_bytes(), self.bundle.read_bytes())
         self.assertEqual(result.json()["root"], _frozen["freeze"]["root"])
@@ -255,8 +255,8 @@ class HappyPathTest(CliTest):
     def test_freeze_works_from_a_copied_read_only_cache(self):
         shutil.copytree(SCRATCH / "cache", SCRATCH / "cache copy")
         other = SCRATCH / "copy.kiln"
-        result = kiln("--cache-mode", "read-only", "freeze", SMALL, *CPU,
-                      "--allow-unqualified", "-o", other, cache="cache copy")
+        result = kiln("--cache-mode", "read-only", *FREEZE, "-o", other,
+                      cache="cache copy")
         self.assertEqual(result.code, DONE, result)
         self.assertEqual(other.read_bytes(), self.bundle.read_bytes())
 
@@ -844,7 +844,12 @@ class CareTest(CliTest):
         self.assertGreater(interval["provenance"]["created_unix"], 0)
         self.assertTrue(interval["provenance"]["host"])
         verdicts = [c["verdict"] for c in interval["candidates"]]
-        self.assertEqual(verdicts, ["won"])
+        # The limit of one candidate leaves all others out, and says so.
+        self.assertEqual([v for v in verdicts if v != "pruned"], ["won"])
+        self.assertGreater(interval["evidence"]["pruned"], 0)
+        for candidate in interval["candidates"][1:]:
+            self.assertEqual(candidate["verdict"], "pruned")
+            self.assertIn("predicted to be faster", candidate["reason"])
         self.assertTrue(interval["candidates"][0]["numerics_class"])
         words = kiln("explain", SMALL, *CPU, "--entry", "moe", "--tokens", "3")
         self.assertEqual(words.code, DONE, words)
@@ -871,6 +876,118 @@ class CareTest(CliTest):
             "explain", SMALL, *CPU, "--entry", "nope", "--tokens", "1"])
         self.refuse(REFUSED, "1..8", "9", args=[
             "explain", SMALL, *CPU, "--entry", "moe", "--tokens", "9"])
+
+    def test_freeze_merges_what_replay_says(self):
+        """Intervals of the bundle: explicit, gap-free, equal to replay's."""
+        file = SCRATCH / "merged.kiln"
+        for cap in ("0", "0.01", "10"):
+            frozen = kiln("--json", "freeze", SMALL, *CPU, "--regret-cap", cap,
+                          "--allow-unqualified", "-o", file)
+            self.assertEqual(frozen.code, DONE, frozen)
+            shown = kiln("--json", "inspect", file).json()
+            (entry,) = shown["sections"][0]["entries"]
+            spans = [(p["m_min"], p["m_max"]) for p in entry["plans"]]
+            self.assertEqual(spans[0][0], 1)
+            self.assertEqual(spans[-1][1], 8)
+            for left, right in zip(spans, spans[1:]):
+                self.assertEqual(left[1] + 1, right[0])
+            self.assertEqual(frozen.json()["plans"] + frozen.json()["merged"],
+                             3)
+            replayed = kiln("--json", "replay", "--regret-cap", cap)
+            self.assertEqual(replayed.code, DONE, replayed)
+            curves = [c for c in replayed.json()["curves"]
+                      if c["segments"][-1]["m_max"] == 8]
+            self.assertIn(spans, [[(s["m_min"], s["m_max"])
+                                   for s in curve["segments"]]
+                                  for curve in curves])
+        # One candidate, so one winner: everything merges.
+        self.assertEqual(spans, [(1, 8)])
+        for tokens in (1, 5, 8):
+            result = self.run_entry("--tokens", tokens, "--check", file=file)
+            self.assertEqual(result.code, DONE, result)
+        self.refuse(USAGE, "fraction", args=[
+            "freeze", SMALL, *CPU, "--regret-cap", "-1", "-o", file])
+
+    def test_bench_prints_times_and_rates(self):
+        result = kiln("--json", "bench", self.bundle, "--blocks", "3",
+                      "--max-capacity", "4", "--allow-unqualified",
+                      cache="no ceilings")
+        self.assertEqual(result.code, DONE, result)
+        self.assertIn("doctor --measure", result.err)
+        report = result.json()
+        self.assertEqual([row["tokens"] for row in report["rows"]], [1, 4])
+        for row in report["rows"]:
+            self.assertGreater(row["ns"], 0)
+            self.assertGreaterEqual(row["noise_floor"], 0)
+            self.assertGreater(row["bytes_per_s"], 0)
+            self.assertGreater(row["flops_per_s"], 0)
+            self.assertNotIn("fraction", row)
+        self.assertEqual(report["l2"], "cold")
+        self.assertFalse((SCRATCH / "no ceilings").exists())
+        words = kiln("bench", self.bundle, "--blocks", "2",
+                     "--allow-unqualified", "--warm-l2")
+        self.assertEqual(words.code, DONE, words)
+        self.assertIn("warm L2", words.out)
+        self.refuse(USAGE, "must be torch", args=[
+            "bench", self.bundle, "--compare", "cublas"])
+        self.refuse(USAGE, '"nope"', args=[
+            "bench", self.bundle, "--allow-unqualified", "--entry", "nope"])
+
+    def test_bench_compares_with_torch_or_says_why_not(self):
+        args = ["--json", "bench", self.bundle, "--blocks", "2",
+                "--allow-unqualified", "--compare", "torch", "--python"]
+        self.refuse(FAILED, "--python", args=[*args, SCRATCH / "no python"])
+        python = "/usr/bin/python3"
+        if subprocess.run([python, "-c", "import torch"], check=False,
+                          stderr=subprocess.DEVNULL).returncode != 0:
+            self.skipTest(f"{python} has no PyTorch")
+        result = kiln(*args, python)
+        self.assertEqual(result.code, DONE, result)
+        report = result.json()
+        self.assertIn("torch", report["rival"])
+        for row in report["rows"]:
+            self.assertGreater(row["torch_ns"], 0)
+            self.assertAlmostEqual(row["torch_ratio"],
+                                   row["torch_ns"] / row["ns"])
+
+    def test_keep_numerics_admits_the_class_of_the_bundle(self):
+        keep = ["--keep-numerics", self.bundle]
+        result = kiln("--json", "prewarm", SMALL, *CPU, *keep, "--budget",
+                      "0.05", cache="kept")
+        self.assertEqual(result.code, DONE, result)
+        explained = kiln("--json", "explain", SMALL, *CPU, *keep, "--entry",
+                         "moe", "--tokens", "3", cache="kept")
+        self.assertEqual(explained.code, DONE, explained)
+        (interval,) = explained.json()["intervals"]
+        self.assertEqual(interval["kept_numerics"], interval["numerics_class"])
+        words = kiln("explain", SMALL, *CPU, *keep, "--entry", "moe",
+                     "--tokens", "3", cache="kept")
+        self.assertIn("bit-identical repeats", words.out)
+        # Without the option it is another question.
+        missed = kiln("--json", "explain", SMALL, *CPU, "--entry", "moe",
+                      "--tokens", "3", cache="kept")
+        self.assertEqual(missed.code, INCOMPLETE, missed)
+        (interval,) = missed.json()["intervals"]
+        self.assertEqual([d["field"] for d in
+                          interval["nearest"]["differences"]],
+                         ["candidates/numerics_class"])
+        # What the bundle does not cover is refused.
+        more = write("kept_more.json", manifest({**REQUEST, "capacities": [1, 4, 8, 16]}))
+        self.refuse(REFUSED, "at most 8 tokens", args=[
+            "prewarm", more, *CPU, *keep], cache="kept")
+        other = write("kept_other.json", manifest({**REQUEST, "name": "other"}))
+        self.refuse(REFUSED, "no such entry", args=[
+            "prewarm", other, *CPU, *keep], cache="kept")
+
+    def test_recheck_finds_no_winner_slower_than_the_default(self):
+        result = kiln("--json", "prewarm", SMALL, *CPU, "--recheck")
+        self.assertEqual(result.code, DONE, result)
+        recheck = result.json()["recheck"]
+        # One candidate: the default has won everywhere.
+        self.assertEqual(recheck["default_won"], 3)
+        self.assertEqual(recheck["slower"], 0)
+        self.refuse(USAGE, "--stop-after", args=[
+            "prewarm", SMALL, *CPU, "--recheck", "--stop-after", "compile"])
 
     def test_report_is_one_well_formed_page(self):
         page = SCRATCH / "report.html"
@@ -954,8 +1071,7 @@ class CareTest(CliTest):
         self.assertEqual(result.code, DONE, result)
         self.assertEqual(result.json()["plans_added"], 3)
         again = SCRATCH / "imported.kiln"
-        result = kiln("freeze", SMALL, *CPU, "--allow-unqualified", "-o",
-                      again, cache="imported")
+        result = kiln(*FREEZE, "-o", again, cache="imported")
         self.assertEqual(result.code, DONE, result)
         self.assertEqual(again.read_bytes(), self.bundle.read_bytes())
         data = bytearray(file.read_bytes())
@@ -983,8 +1099,8 @@ class CareTest(CliTest):
         self.assertEqual(result.code, DONE, result)
         self.assertEqual(
             sum(m["plans_added"] for m in result.json()["merged"]), 3)
-        result = kiln("freeze", SMALL, *CPU, "--allow-unqualified", "-o",
-                      SCRATCH / "joined.kiln", cache="joined")
+        result = kiln(*FREEZE, "-o", SCRATCH / "joined.kiln",
+                      cache="joined")
         self.assertEqual(result.code, DONE, result)
         for shard in ("0/3", "4/3", "1", "a/b", "1/0", "-1/2"):
             self.refuse(USAGE, "--shard", shard, args=[
@@ -1108,7 +1224,7 @@ class BadBundleTest(CliTest):
     def test_freeze_into_a_missing_folder_leaves_nothing(self):
         file = SCRATCH / "no such folder" / "x.kiln"
         self.refuse(FAILED, "no such folder", args=[
-            "freeze", SMALL, *CPU, "--allow-unqualified", "-o", file])
+            *FREEZE, "-o", file])
         self.assertFalse(file.parent.exists())
 
     def test_a_refused_freeze_leaves_the_old_file(self):

@@ -38,7 +38,8 @@ def make(folder, name, *requests, predicted=False, target="cpu"):
     planning = [manifest, "--target", target, "--max-candidates", "1"]
     if predicted:
         planning.append("--compile-only")
-    freeze = ["freeze", *planning, "-o", bundle, "--allow-unqualified"]
+    freeze = ["freeze", *planning, "-o", bundle, "--allow-unqualified",
+              "--keep-intervals"]
     if predicted:
         freeze.append("--allow-predicted")
     # Exit code 3, "incomplete", is fine where no plan is wanted to be measured.

@@ -14,6 +14,7 @@
 #include "templates/registry.h"
 #include "tests/support/golden.h"
 #include "tests/support/status_matchers.h"
+#include "tuner/cost_model.h"
 
 namespace kiln {
 namespace {
@@ -91,7 +92,7 @@ class EveryModelAndTargetTest
 TEST_P(EveryModelAndTargetTest, HasValidDistinctCandidatesForEveryInterval) {
   const int limit = DefaultCandidatesMax(device_.target.backend);
   for (const PlannedRequest& request : requests_) {
-    Planner planner(request.geometry, device_, TestToolchain(), limit);
+    Planner planner(request.geometry, device_, TestToolchain(), {limit});
     std::set<Digest> keys;
     for (const Interval& interval : request.intervals) {
       SCOPED_TRACE(interval.m_max);
@@ -125,7 +126,7 @@ TEST_P(EveryModelAndTargetTest, LaunchesFitTheDeviceAtEveryLiveSize) {
   const bool cuda = device_.target.backend == Backend::kCuda;
   const int limit = DefaultCandidatesMax(device_.target.backend);
   for (const PlannedRequest& request : requests_) {
-    Planner planner(request.geometry, device_, TestToolchain(), limit);
+    Planner planner(request.geometry, device_, TestToolchain(), {limit});
     for (const Interval& interval : request.intervals) {
       ASSERT_OK_AND_ASSIGN(const IntervalPlan plan, planner.Plan(interval));
       for (const PlannedCandidate& candidate : plan.candidates) {
@@ -157,8 +158,8 @@ TEST_P(EveryModelAndTargetTest, LaunchesFitTheDeviceAtEveryLiveSize) {
 TEST_P(EveryModelAndTargetTest, EqualInputsGiveEqualPlans) {
   const PlannedRequest& request = requests_.front();
   const Interval& interval = request.intervals.back();
-  Planner first(request.geometry, device_, TestToolchain(), 5);
-  Planner second(request.geometry, device_, TestToolchain(), 5);
+  Planner first(request.geometry, device_, TestToolchain(), {5});
+  Planner second(request.geometry, device_, TestToolchain(), {5});
   // Other work before must not matter.
   ASSERT_OK(second.Plan(request.intervals.front()));
   ASSERT_OK_AND_ASSIGN(const IntervalPlan a, first.Plan(interval));
@@ -190,16 +191,17 @@ TEST(PlannerTest, ASmallerLimitIsAPrefixOfALargerOne) {
     const Interval interval = {33, 64};
     ASSERT_OK_AND_ASSIGN(
         const IntervalPlan all,
-        Planner(Qwen(), ProfileOf(target), TestToolchain(), 100000)
+        Planner(Qwen(), ProfileOf(target), TestToolchain(), {100000})
             .Plan(interval));
-    EXPECT_EQ(all.left_out, 0u);
+    EXPECT_EQ(all.pruned.size(), 0u);
     for (const int limit : {1, 2, 7, 16}) {
       ASSERT_OK_AND_ASSIGN(
           const IntervalPlan some,
-          Planner(Qwen(), ProfileOf(target), TestToolchain(), limit)
+          Planner(Qwen(), ProfileOf(target), TestToolchain(), {limit})
               .Plan(interval));
       ASSERT_EQ(some.candidates.size(), static_cast<size_t>(limit));
-      EXPECT_EQ(some.left_out + some.candidates.size(), all.candidates.size())
+      EXPECT_EQ(some.pruned.size() + some.candidates.size(),
+                all.candidates.size())
           << "what was left out is counted";
       for (size_t i = 0; i < some.candidates.size(); ++i) {
         EXPECT_EQ(some.candidates[i].digest, all.candidates[i].digest) << i;
@@ -210,7 +212,7 @@ TEST(PlannerTest, ASmallerLimitIsAPrefixOfALargerOne) {
 
 // Points of the space, and the reasons among them.
 size_t CountPoints(const IntervalPlan& plan) {
-  size_t points = plan.candidates.size() + plan.left_out;
+  size_t points = plan.candidates.size() + plan.pruned.size();
   std::set<std::string> reasons;
   for (const RejectedPoints& reject : plan.rejects) {
     EXPECT_GE(reject.count, 1u);
@@ -225,24 +227,25 @@ size_t CountPoints(const IntervalPlan& plan) {
 TEST(PlannerTest, EveryPointIsLegalRejectedWithAReasonOrLeftOut) {
   ASSERT_OK_AND_ASSIGN(
       const IntervalPlan few,
-      Planner(Qwen(), ProfileOf("sm_89"), TestToolchain(), 3).Plan({1, 1}));
-  ASSERT_OK_AND_ASSIGN(const IntervalPlan many,
-                       Planner(Qwen(), ProfileOf("sm_90a"), TestToolchain(), 90)
-                           .Plan({2049, 4096}));
+      Planner(Qwen(), ProfileOf("sm_89"), TestToolchain(), {3}).Plan({1, 1}));
+  ASSERT_OK_AND_ASSIGN(
+      const IntervalPlan many,
+      Planner(Qwen(), ProfileOf("sm_90a"), TestToolchain(), {90})
+          .Plan({2049, 4096}));
   EXPECT_FALSE(few.rejects.empty());
-  EXPECT_NE(few.left_out, many.left_out);
+  EXPECT_NE(few.pruned.size(), many.pruned.size());
   EXPECT_EQ(CountPoints(few), CountPoints(many));
 }
 
 // Capacities share programs: an interval must not enter a source.
 TEST(PlannerTest, ProgramsDoNotDependOnTheInterval) {
   for (const char* target : {"sm_90a", "cpu-x86-64-v3"}) {
-    Planner planner(Qwen(), ProfileOf(target), TestToolchain(), 100000);
+    Planner planner(Qwen(), ProfileOf(target), TestToolchain(), {100000});
     ASSERT_OK_AND_ASSIGN(const IntervalPlan small, planner.Plan({1, 1}));
     // Other planners, so that nothing is remembered.
-    Planner second(Qwen(), ProfileOf(target), TestToolchain(), 100000);
+    Planner second(Qwen(), ProfileOf(target), TestToolchain(), {100000});
     ASSERT_OK_AND_ASSIGN(const IntervalPlan medium, second.Plan({9, 16}));
-    Planner third(Qwen(), ProfileOf(target), TestToolchain(), 100000);
+    Planner third(Qwen(), ProfileOf(target), TestToolchain(), {100000});
     ASSERT_OK_AND_ASSIGN(const IntervalPlan large, third.Plan({2049, 4096}));
     std::map<Assignment, std::vector<ProgramKey>> programs;
     for (const PlannedCandidate& candidate : small.candidates) {
@@ -261,7 +264,7 @@ TEST(PlannerTest, ProgramsDoNotDependOnTheInterval) {
 
 TEST(PlannerTest, TheArenaDependsOnTheCapacityAlone) {
   for (const char* target : {"sm_90a", "cpu-x86-64-v3"}) {
-    Planner planner(Qwen(), ProfileOf(target), TestToolchain(), 100000);
+    Planner planner(Qwen(), ProfileOf(target), TestToolchain(), {100000});
     ASSERT_OK_AND_ASSIGN(const IntervalPlan narrow, planner.Plan({64, 64}));
     ASSERT_OK_AND_ASSIGN(const IntervalPlan wide, planner.Plan({1, 64}));
     ASSERT_OK_AND_ASSIGN(const IntervalPlan larger, planner.Plan({1, 65}));
@@ -286,7 +289,7 @@ TEST(PlannerTest, KeysMoveWithWhatDecidesTheRace) {
   const auto key = [&](const RequestGeometry& geometry,
                        const DeviceProfile& device, const Toolchain& toolchain,
                        int limit, const Interval& at) {
-    return Planner(geometry, device, toolchain, limit).KeyOf(at).digest;
+    return Planner(geometry, device, toolchain, {limit}).KeyOf(at).digest;
   };
   const RequestGeometry geometry = Qwen();
   const DeviceProfile device = ProfileOf("sm_90a");
@@ -320,7 +323,7 @@ TEST(PlannerTest, NamesTheRulesWhenNoPointIsLegal) {
   DeviceProfile device = ProfileOf("sm_90a");
   device.shared_bytes_max = 1024;
   EXPECT_THAT(
-      Planner(Qwen(), device, TestToolchain(), 4).Plan({9, 16}),
+      Planner(Qwen(), device, TestToolchain(), {4}).Plan({9, 16}),
       StatusIs(absl::StatusCode::kFailedPrecondition,
                AllOf(HasSubstr("no candidate is legal"), HasSubstr("m 9..16"),
                      HasSubstr("sm_90a"), HasSubstr("shared memory"))));
@@ -330,7 +333,7 @@ TEST(PlannerTest, SaysSoWhenNoTemplateServesTheTarget) {
   DeviceProfile device = ProfileOf("sm_80");
   device.target.level = 75;
   EXPECT_THAT(
-      Planner(Qwen(), device, TestToolchain(), 4).Plan({1, 1}),
+      Planner(Qwen(), device, TestToolchain(), {4}).Plan({1, 1}),
       StatusIs(absl::StatusCode::kUnimplemented,
                AllOf(HasSubstr("no template serves"), HasSubstr("sm_75"),
                      HasSubstr("sm_80 and later"))));
@@ -350,7 +353,7 @@ TEST(PlannerTest, TheLimitsOfAManifestDoNotOverflow) {
     SCOPED_TRACE(target);
     const DeviceProfile device = ProfileOf(target);
     const absl::StatusOr<IntervalPlan> plan =
-        Planner(geometry, device, TestToolchain(), 100000).Plan(interval);
+        Planner(geometry, device, TestToolchain(), {100000}).Plan(interval);
     if (!plan.ok()) {
       EXPECT_THAT(plan, StatusIs(absl::StatusCode::kFailedPrecondition));
       continue;
@@ -365,6 +368,108 @@ TEST(PlannerTest, TheLimitsOfAManifestDoNotOverflow) {
       }
     }
   }
+}
+
+// Ceilings of an H200, rounded; decoding is what its kernels wait for.
+Ceilings GpuCeilings() {
+  Ceilings ceilings;
+  ceilings.read_bytes_per_s = 4.3e12;
+  ceilings.mma_flops_per_s = 530e12;
+  ceilings.decode_weights_per_s[{Codebook::kMcg, 4}] = 5e12;
+  return ceilings;
+}
+
+PlannerOptions Pruning(int limit) {
+  PlannerOptions options;
+  options.candidates_max = limit;
+  options.ceilings = GpuCeilings();
+  return options;
+}
+
+TEST(PlannerTest, TheModelPrunesWithItsReasonAndNeverTheDefault) {
+  for (const Interval interval : {Interval{1, 1}, Interval{257, 512}}) {
+    ASSERT_OK_AND_ASSIGN(const IntervalPlan all,
+                         Planner(Qwen(), ProfileOf("sm_90a"), TestToolchain(),
+                                 {.candidates_max = kAllCandidates})
+                             .Plan(interval));
+    EXPECT_TRUE(all.pruned.empty());
+    ASSERT_OK_AND_ASSIGN(const IntervalPlan some,
+                         Planner(Qwen(), ProfileOf("sm_90a"), TestToolchain(),
+                                 Pruning(kAllCandidates - 1))
+                             .Plan(interval));
+    EXPECT_EQ(some.candidates.size() + some.pruned.size(),
+              all.candidates.size());
+    EXPECT_EQ(some.candidates[0].digest, all.candidates[0].digest);
+    EXPECT_LT(some.candidates.size(), all.candidates.size() / 2)
+        << "the model leaves most of them out";
+    std::set<std::string> listed;
+    for (const PrunedCandidate& pruned : some.pruned) {
+      EXPECT_TRUE(listed.insert(pruned.label).second);
+      EXPECT_THAT(pruned.reason, HasSubstr("x the best prediction"));
+      EXPECT_THAT(pruned.reason, ::testing::StartsWith(kPrunedPrefix));
+    }
+    for (const PlannedCandidate& candidate : some.candidates) {
+      EXPECT_FALSE(listed.contains(candidate.body.Label()));
+    }
+  }
+}
+
+// Whoever asks for all candidates gets them, measured device or not.
+TEST(PlannerTest, ExhaustiveMeansAll) {
+  PlannerOptions options = Pruning(kAllCandidates);
+  Planner measured(Qwen(), ProfileOf("sm_90a"), TestToolchain(), options);
+  options.ceilings.reset();
+  Planner plain(Qwen(), ProfileOf("sm_90a"), TestToolchain(), options);
+  EXPECT_EQ(measured.KeyOf({1, 8}), plain.KeyOf({1, 8}));
+  ASSERT_OK_AND_ASSIGN(const IntervalPlan plan, measured.Plan({1, 8}));
+  EXPECT_TRUE(plan.pruned.empty());
+}
+
+TEST(PlannerTest, KeysMoveWithTheBalanceAndNotWithNoise) {
+  const auto key = [](const PlannerOptions& options) {
+    return Planner(Qwen(), ProfileOf("sm_90a"), TestToolchain(), options)
+        .KeyOf({1, 8})
+        .digest;
+  };
+  PlannerOptions options = Pruning(16);
+  const Digest base = key(options);
+  options.ceilings->mma_flops_per_s *= 1.01;
+  EXPECT_EQ(key(options), base);
+  options.ceilings->mma_flops_per_s *= 2;
+  EXPECT_NE(key(options), base);
+  options.ceilings.reset();
+  EXPECT_NE(key(options), base);
+  options = Pruning(16);
+  options.warm_l2 = true;
+  EXPECT_NE(key(options), base);
+  options = Pruning(16);
+  options.numerics[{1, 8}] = "w4a16.f16.fc1x2.fc2x1";
+  EXPECT_NE(key(options), base);
+}
+
+TEST(PlannerTest, OnlyTheNumericsClassToKeepIsAdmitted) {
+  PlannerOptions options;
+  options.candidates_max = kAllCandidates;
+  const Interval interval = {1, 8};
+  options.numerics[interval] = "w4a16.f16.fc1x2.fc2x1";
+  Planner planner(Qwen(), ProfileOf("sm_90a"), TestToolchain(), options);
+  ASSERT_OK_AND_ASSIGN(const IntervalPlan kept, planner.Plan(interval));
+  for (const PlannedCandidate& candidate : kept.candidates) {
+    EXPECT_EQ(candidate.body.numerics_class, "w4a16.f16.fc1x2.fc2x1");
+  }
+  EXPECT_TRUE(std::any_of(
+      kept.rejects.begin(), kept.rejects.end(), [](const auto& reject) {
+        return reject.reason.find("fc1x1.fc2x1 is not admitted") !=
+               std::string::npos;
+      }));
+  // Another interval of the same request is free.
+  ASSERT_OK_AND_ASSIGN(const IntervalPlan free, planner.Plan({9, 16}));
+  EXPECT_GT(free.candidates.size(), kept.candidates.size());
+  options.numerics[interval] = "no such class";
+  EXPECT_THAT(Planner(Qwen(), ProfileOf("sm_90a"), TestToolchain(), options)
+                  .Plan(interval),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("is to be kept")));
 }
 
 }  // namespace

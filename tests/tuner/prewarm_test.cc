@@ -114,6 +114,7 @@ absl::StatusOr<FreezeResult> RunFreeze(const std::string& folder,
   FreezePolicy policy;
   policy.allow_predicted = allow_predicted;
   policy.allow_unqualified = true;  // a changed template must not fail these
+  policy.regret_cap.reset();        // nor may the samples of this machine
   return Freeze(SmallManifest(text), options, policy, &*cache);
 }
 
@@ -473,8 +474,8 @@ TEST_F(PrewarmTest, AWrongProgramIsRejectedOnceAndNeverRunAgain) {
                          ResolveTarget(options.targets[0], options, &cache));
     ASSERT_OK_AND_ASSIGN(const std::vector<PlannedRequest> requests,
                          Canonicalize(SmallManifest(), options.capacity_max));
-    const std::vector<ResolvedInterval> intervals =
-        ResolveIntervals(requests, {context}, options);
+    ASSERT_OK_AND_ASSIGN(const std::vector<ResolvedInterval> intervals,
+                         ResolveIntervals(requests, {context}, options));
     ASSERT_EQ(intervals.size(), 1u);
     ASSERT_OK_AND_ASSIGN(const IntervalPlan plan,
                          intervals[0].planner->Plan(intervals[0].interval));

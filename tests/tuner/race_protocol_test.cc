@@ -108,8 +108,8 @@ RaceJob SomeJob() {
   job.target = SomeProgram().target;
   job.interval = {3, 8};
   job.options.seconds_max = 2.5;
-  job.options.blocks_min = 4;
-  job.options.blocks_max = 9;
+  job.options.schedule.blocks_min = 4;
+  job.options.schedule.blocks_max = 9;
   job.options.oracle_threads = 3;
   for (const int64_t tile : {4, 16}) {
     Assignment assignment = SmallAssignment();
@@ -172,8 +172,8 @@ TEST(RaceProtocolTest, AJobComesBack) {
   EXPECT_EQ(got.target, sent.target);
   EXPECT_EQ(got.interval, sent.interval);
   EXPECT_EQ(got.options.seconds_max, sent.options.seconds_max);
-  EXPECT_EQ(got.options.blocks_min, sent.options.blocks_min);
-  EXPECT_EQ(got.options.blocks_max, sent.options.blocks_max);
+  EXPECT_EQ(got.options.schedule.blocks_min, sent.options.schedule.blocks_min);
+  EXPECT_EQ(got.options.schedule.blocks_max, sent.options.schedule.blocks_max);
   EXPECT_EQ(got.options.oracle_threads, sent.options.oracle_threads);
   ASSERT_EQ(got.contenders.size(), sent.contenders.size());
   for (size_t i = 0; i < got.contenders.size(); ++i) {

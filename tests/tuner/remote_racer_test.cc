@@ -125,8 +125,8 @@ class RemoteRacerTest : public ::testing::Test {
     job.interval = kInterval;
     job.contenders = std::move(contenders);
     job.options.seconds_max = 100;
-    job.options.blocks_min = 9;
-    job.options.blocks_max = 9;
+    job.options.schedule.blocks_min = 9;
+    job.options.schedule.blocks_max = 9;
     return job;
   }
 

@@ -14,6 +14,7 @@
 #include "gtest/gtest.h"
 #include "tests/cache/cache_fixture.h"
 #include "tests/support/status_matchers.h"
+#include "tuner/report_format.h"
 
 namespace kiln {
 namespace {
@@ -39,8 +40,8 @@ size_t CountOf(absl::string_view text, absl::string_view word) {
 
 // The plan for seed + 1 tokens, with a default, a winner that is faster, and a
 // reject.
-ReportPlan MakeReportPlan(uint64_t seed) {
-  ReportPlan out;
+MeasuredPlan MakeMeasuredPlan(uint64_t seed) {
+  MeasuredPlan out;
   out.stored.plan = MakePlan(seed, {MakeProgram(1).key.digest});
   out.stored.key = MakeTestPlanKey(out.stored.plan);
   out.stored.provenance = {.created_unix = 1'700'000'000,
@@ -90,12 +91,12 @@ TEST(ReportTest, AnEmptyCacheSaysSo) {
 TEST(ReportTest, EveryPlanAppearsWithAllThatEnteredItsRace) {
   ReportInput input;
   for (uint64_t seed = 0; seed < 12; ++seed) {
-    input.plans.push_back(MakeReportPlan(seed));
+    input.plans.push_back(MakeMeasuredPlan(seed));
     input.plans.back().evidence[2].reason = absl::StrCat("reason ", seed, ".");
   }
   const std::string page = RenderReport(input);
   EXPECT_EQ(CountOf(page, "<svg"), 1u);
-  for (const ReportPlan& plan : input.plans) {
+  for (const MeasuredPlan& plan : input.plans) {
     EXPECT_THAT(page, HasSubstr(plan.stored.key.digest.ToHex()));
     // Once in the list of rejects, once in the interval's own table.
     EXPECT_EQ(CountOf(page, absl::StrCat("<td>", plan.evidence[2].reason)), 2u);
@@ -117,7 +118,7 @@ TEST(ReportTest, EveryPlanAppearsWithAllThatEnteredItsRace) {
 
 TEST(ReportTest, TheTableHasTheStoredFigures) {
   ReportInput input;
-  input.plans = {MakeReportPlan(3)};
+  input.plans = {MakeMeasuredPlan(3)};
   const std::string page = RenderReport(input);
   EXPECT_THAT(page, HasSubstr("<td class=\"n\">41.25 µs</td>"));
   EXPECT_THAT(page, HasSubstr("<td class=\"n\">50.00 µs</td>"));
@@ -128,7 +129,7 @@ TEST(ReportTest, TheTableHasTheStoredFigures) {
 
 TEST(ReportTest, AWinnerThatTheSamplesDoNotSupportIsMarked) {
   ReportInput input;
-  input.plans = {MakeReportPlan(3)};
+  input.plans = {MakeMeasuredPlan(3)};
   for (Sample& sample : input.plans[0].evidence[0].samples) sample.ns = 100;
   const std::string page = RenderReport(input);
   EXPECT_THAT(page, HasSubstr("the samples lead to another winner"));
@@ -138,7 +139,7 @@ TEST(ReportTest, AWinnerThatTheSamplesDoNotSupportIsMarked) {
 TEST(ReportTest, EqualInputGivesEqualBytesInAnyOrder) {
   ReportInput input;
   for (uint64_t seed = 0; seed < 5; ++seed) {
-    input.plans.push_back(MakeReportPlan(seed));
+    input.plans.push_back(MakeMeasuredPlan(seed));
   }
   const std::string page = RenderReport(input);
   EXPECT_EQ(RenderReport(input), page);
@@ -148,7 +149,7 @@ TEST(ReportTest, EqualInputGivesEqualBytesInAnyOrder) {
 
 TEST(ReportTest, NamesNoHostAndNeedsNoOtherFile) {
   ReportInput input;
-  input.plans = {MakeReportPlan(1), MakeReportPlan(2)};
+  input.plans = {MakeMeasuredPlan(1), MakeMeasuredPlan(2)};
   const std::string page = RenderReport(input);
   EXPECT_THAT(page, Not(HasSubstr("secret-host")));
   for (const char* word : {"<script", "<link", "<img", "<iframe",
@@ -162,8 +163,8 @@ TEST(ReportTest, NamesNoHostAndNeedsNoOtherFile) {
 TEST(ReportTest, TextOfOthersIsEscapedEverywhere) {
   constexpr char kHostile[] = "<script>alert(1)</script>&\"'\x1b";
   ReportInput input;
-  input.plans = {MakeReportPlan(1)};
-  ReportPlan& plan = input.plans[0];
+  input.plans = {MakeMeasuredPlan(1)};
+  MeasuredPlan& plan = input.plans[0];
   plan.stored.plan.body.template_name = kHostile;
   plan.stored.provenance.device_name = kHostile;
   plan.stored.provenance.tool_version = kHostile;
@@ -180,10 +181,10 @@ TEST(ReportTest, TextOfOthersIsEscapedEverywhere) {
 
 TEST(ReportTest, PlansThatCannotBeComparedHaveChartsOfTheirOwn) {
   ReportInput input;
-  for (int i = 0; i < 4; ++i) input.plans.push_back(MakeReportPlan(1));
+  for (int i = 0; i < 4; ++i) input.plans.push_back(MakeMeasuredPlan(1));
   input.plans[1].stored.plan.geometry.experts = 64;
   input.plans[2].stored.plan.target = {.backend = Backend::kCpu, .level = 3};
-  for (ReportPlan& plan : input.plans) {
+  for (MeasuredPlan& plan : input.plans) {
     plan.stored.key = MakeTestPlanKey(plan.stored.plan);
   }
   // Another device or compiler shows in the key alone.
@@ -195,7 +196,7 @@ TEST(ReportTest, OverlappingIntervalsDoNotHideEachOther) {
   ReportInput input;
   for (const Interval interval :
        {Interval{1, 4}, Interval{3, 4}, Interval{5, 8}}) {
-    ReportPlan plan = MakeReportPlan(1);
+    MeasuredPlan plan = MakeMeasuredPlan(1);
     plan.stored.plan.interval = interval;
     plan.stored.key = MakeTestPlanKey(plan.stored.plan);
     input.plans.push_back(plan);
@@ -206,19 +207,58 @@ TEST(ReportTest, OverlappingIntervalsDoNotHideEachOther) {
   EXPECT_EQ(CountOf(page, " y=\"409.0\""), 1u);
 }
 
+TEST(ReportTest, MeasuredCeilingsDrawFloors) {
+  ReportInput input;
+  input.plans = {MakeMeasuredPlan(1), MakeMeasuredPlan(2)};
+  EXPECT_THAT(RenderReport(input), Not(HasSubstr("class=\"floor\"")));
+  Ceilings ceilings;
+  ceilings.read_bytes_per_s = 1e12;
+  ceilings.mma_flops_per_s = 1e15;
+  ceilings.decode_weights_per_s[{Codebook::kMcg, 4}] = 1e15;
+  input.ceilings[CeilingsKeyOf(input.plans[0].stored)] = ceilings;
+  const std::string page = RenderReport(input);
+  // The line through both intervals, and the one of the legend.
+  EXPECT_EQ(CountOf(page, "<path class=\"floor\""), 1u);
+  EXPECT_EQ(CountOf(page, "<line class=\"floor\""), 1u);
+  EXPECT_EQ(CountOf(page, "<td>bytes</td>"), 2u);
+  // Ceilings of another device are no floor of this one.
+  input.ceilings.clear();
+  input.ceilings["kiln.ceilings/1\ndevice/target=sm_80"] = ceilings;
+  EXPECT_THAT(RenderReport(input), Not(HasSubstr("class=\"floor\"")));
+}
+
+TEST(ReportTest, WhatWasLeftOutIsListedApartFromRejects) {
+  ReportInput input;
+  input.plans = {MakeMeasuredPlan(1)};
+  Measurement pruned = input.plans[0].evidence[2];
+  pruned.label = "fused_moe.cuda{tokens_tile=128}";
+  pruned.reason = "pruned: mma takes 9.00 x the best prediction";
+  input.plans[0].evidence.push_back(pruned);
+  input.plans[0].stored.plan.evidence.pruned = 40;
+  const std::string page = RenderReport(input);
+  const size_t rejects = page.find("<h3>Rejected candidates</h3>");
+  const size_t left_out = page.find("<h3>Left out of the race</h3>");
+  const size_t reason = page.find(pruned.reason);
+  ASSERT_NE(left_out, std::string::npos);
+  EXPECT_LT(rejects, left_out);
+  EXPECT_LT(left_out, reason);
+  EXPECT_THAT(page, HasSubstr("39 more"));
+  EXPECT_THAT(page, HasSubstr("<td>pruned</td>"));
+}
+
 TEST(ReportTest, NumbersThatMakeNoSenseAreNotDrawn) {
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   for (const double bad :
        {kNan, kInfinity, -kInfinity, 0.0, -1.0, 1e-300, 1e300}) {
     ReportInput input;
-    input.plans = {MakeReportPlan(1), MakeReportPlan(2)};
+    input.plans = {MakeMeasuredPlan(1), MakeMeasuredPlan(2)};
     Plan& plan = input.plans[0].stored.plan;
     plan.evidence.median_ns = bad;
     plan.evidence.worst_error = bad;
     input.plans[1].stored.plan.evidence.noise_floor = bad;
     input.plans[1].stored.plan.evidence.default_median_ns = bad;
-    for (ReportPlan& each : input.plans) {
+    for (MeasuredPlan& each : input.plans) {
       each.evidence[0].samples[0].ns = bad;
       each.evidence[1].samples[0].ns = bad;
       each.evidence[1].regret = bad;

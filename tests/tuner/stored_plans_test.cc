@@ -41,7 +41,7 @@ class StoredPlansTest : public ::testing::Test {
     request.intervals = {{1, 1}, {2, 4}};
     PrewarmOptions options;
     options.candidates_max = 1;
-    intervals_ = ResolveIntervals({request}, contexts_, options);
+    intervals_ = ResolveIntervals({request}, contexts_, options).value();
   }
 
   static DeviceProfile Gpu(int multiprocessors) {
@@ -81,7 +81,7 @@ class StoredPlansTest : public ::testing::Test {
     ASSERT_OK(cache_.PutPlan(planner.KeyOf(resolved.interval), plan, {}));
   }
 
-  absl::StatusOr<std::vector<Plan>> Find(bool measured_elsewhere = true) {
+  absl::StatusOr<std::vector<StoredPlan>> Find(bool measured_elsewhere = true) {
     return FindStoredPlans(intervals_, contexts_, measured_elsewhere, &cache_);
   }
 
@@ -101,13 +101,13 @@ TEST_F(StoredPlansTest, PlansMeasuredElsewhereBeatPredictedOnes) {
     Store(i, contexts_[0].profile, PlanState::kPredicted, 0);
     Store(i, Gpu(132), PlanState::kMeasured, 1000 + static_cast<double>(i));
   }
-  ASSERT_OK_AND_ASSIGN(const std::vector<Plan> plans, Find());
+  ASSERT_OK_AND_ASSIGN(const std::vector<StoredPlan> plans, Find());
   ASSERT_EQ(plans.size(), 2u);
-  EXPECT_EQ(plans[0].evidence.median_ns, 1000);
-  EXPECT_EQ(plans[1].evidence.median_ns, 1001);
-  EXPECT_EQ(plans[1].interval, intervals_[1].interval);
+  EXPECT_EQ(plans[0].plan.evidence.median_ns, 1000);
+  EXPECT_EQ(plans[1].plan.evidence.median_ns, 1001);
+  EXPECT_EQ(plans[1].plan.interval, intervals_[1].interval);
 
-  ASSERT_OK_AND_ASSIGN(const std::vector<Plan> predicted, Find(false));
+  ASSERT_OK_AND_ASSIGN(const std::vector<StoredPlan> predicted, Find(false));
   EXPECT_EQ(predicted[0].evidence.state, PlanState::kPredicted);
 }
 
@@ -118,10 +118,10 @@ TEST_F(StoredPlansTest, ADeviceThatMeasuredOnlySomeIntervalsDoesNotAnswer) {
   for (const size_t i : {0u, 1u}) {
     Store(i, contexts_[0].profile, PlanState::kPredicted, 0);
   }
-  ASSERT_OK_AND_ASSIGN(const std::vector<Plan> plans, Find());
+  ASSERT_OK_AND_ASSIGN(const std::vector<StoredPlan> plans, Find());
   // Never a mixture of a measured plan and a guess for its neighbour.
-  EXPECT_EQ(plans[0].evidence.state, PlanState::kPredicted);
-  EXPECT_EQ(plans[1].evidence.state, PlanState::kPredicted);
+  EXPECT_EQ(plans[0].plan.evidence.state, PlanState::kPredicted);
+  EXPECT_EQ(plans[1].plan.evidence.state, PlanState::kPredicted);
 }
 
 TEST_F(StoredPlansTest, TwoKindsOfDevicesAreNotChosenBetween) {

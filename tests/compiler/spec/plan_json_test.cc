@@ -40,6 +40,10 @@ TEST(PlanJsonTest, RoundTripsUnusualValues) {
   plan.evidence.median_ns = std::numeric_limits<double>::denorm_min();
   plan.evidence.noise_floor = std::numeric_limits<double>::max();
   plan.evidence.worst_error = 3;  // integral: written without a fraction
+  plan.evidence.blocks = 40;
+  plan.evidence.discarded = 2;
+  plan.evidence.pruned = 154;
+  plan.evidence.race_seconds = 1.5;
   plan.body.assignment = {};
   plan.body.assignment["min"] = std::numeric_limits<int64_t>::min();
   plan.body.assignment["max"] = std::numeric_limits<int64_t>::max();

@@ -1,0 +1,165 @@
+#include "tuner/ceilings.h"
+
+#include <string>
+
+#include "absl/strings/str_replace.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/status_matchers.h"
+#include "tuner/cost_model.h"
+
+namespace kiln {
+namespace {
+
+using ::kiln::testing::IsOkAndHolds;
+using ::kiln::testing::StatusIs;
+
+// The H200's round numbers.
+Ceilings Sample() {
+  Ceilings out;
+  out.read_bytes_per_s = 4e12;
+  out.mma_flops_per_s = 500e12;
+  out.decode_weights_per_s = {{{Codebook::kMcg, 3}, 4e12},
+                              {{Codebook::kMcg, 4}, 5e12},
+                              {{Codebook::kMul1, 4}, 7e12}};
+  out.hash_weights_per_s = {{{Codebook::kMcg, 4}, 7e12}};
+  out.measured_unix = 1764460800;
+  return out;
+}
+
+RequestGeometry Qwen() {
+  RequestGeometry geometry;
+  geometry.hidden = 2048;
+  geometry.intermediate = 768;
+  geometry.experts = 128;
+  geometry.top_k = 8;
+  geometry.weights.codebook = Codebook::kMcg;
+  geometry.weights.bits = {4, 4, 4};
+  return geometry;
+}
+
+TEST(CeilingsTest, JsonRoundTrips) {
+  EXPECT_THAT(CeilingsFromJson(CeilingsToJson(Sample())),
+              IsOkAndHolds(Sample()));
+}
+
+TEST(CeilingsTest, RefusesWhatItCouldNotHaveWritten) {
+  const std::string good = CeilingsToJson(Sample());
+  for (const auto& [find, replace] :
+       std::vector<std::pair<std::string, std::string>>{
+           {"\"mcg/4\"", "\"mcg/9\""},
+           {"\"mcg/4\"", "\"none/4\""},
+           {"\"mcg/4\"", "\"mcg\""},
+           {"4000000000000.0", "-1.0"},
+           {"4000000000000.0", "0"},
+           {"4000000000000.0", "\"x\""},
+           {"\"hash\"", "\"hush\""},
+           {"\"measured_unix\"", "\"when\""}}) {
+    const std::string bad = absl::StrReplaceAll(good, {{find, replace}});
+    ASSERT_NE(bad, good) << find;
+    EXPECT_THAT(CeilingsFromJson(bad), StatusIs(absl::StatusCode::kDataLoss))
+        << bad;
+  }
+  EXPECT_THAT(CeilingsFromJson("["), StatusIs(absl::StatusCode::kDataLoss));
+  EXPECT_THAT(CeilingsFromJson("3"), StatusIs(absl::StatusCode::kDataLoss));
+}
+
+TEST(CeilingsTest, TheBalanceMovesWithRatiosAndNotWithNoise) {
+  const Ceilings sample = Sample();
+  EXPECT_EQ(sample.Balance(), "decode 1 mma 21");
+  Ceilings faster = sample;
+  faster.read_bytes_per_s *= 2;
+  faster.mma_flops_per_s *= 2;
+  for (auto& [key, rate] : faster.decode_weights_per_s) rate *= 2;
+  EXPECT_EQ(faster.Balance(), sample.Balance()) << "the scale is no matter";
+  EXPECT_EQ(faster.Rounded(), sample.Rounded());
+  Ceilings noisy = sample;
+  noisy.read_bytes_per_s *= 1.01;
+  EXPECT_EQ(noisy.Balance(), sample.Balance());
+  Ceilings other = sample;
+  other.read_bytes_per_s /= 2;
+  EXPECT_EQ(other.Balance(), "decode 4 mma 24");
+  EXPECT_EQ(Ceilings().Balance(), "");
+  EXPECT_EQ(Ceilings().Rounded(), Ceilings());
+}
+
+TEST(CeilingsTest, TheNearestMeasuredRateStandsIn) {
+  const Ceilings sample = Sample();
+  const auto rate = [&](Codebook codebook, int bits) {
+    return DecodeRate(sample.decode_weights_per_s, codebook, bits);
+  };
+  EXPECT_EQ(rate(Codebook::kMcg, 3), 4e12);
+  EXPECT_EQ(rate(Codebook::kMcg, 1), 4e12);
+  EXPECT_EQ(rate(Codebook::kMcg, 8), 5e12);
+  EXPECT_EQ(rate(Codebook::k3Inst, 4), 0);
+}
+
+// One expert's weights of this shape are 4,718,592; numbers by hand.
+TEST(FloorTest, CountsBytesDecodeAndMultiplications) {
+  const Work work = WorkOf(Qwen(), 4, 29, Sample(), false);
+  EXPECT_DOUBLE_EQ(work.weights, 29 * 4718592.0);
+  EXPECT_DOUBLE_EQ(
+      work.bytes,
+      29 * 4718592.0 / 2 + 29 * (3 * 2048 + 3 * 768) * 2.0 + 4 * 2048 * 6.0);
+  EXPECT_DOUBLE_EQ(work.flops, 2.0 * 4718592 * 4 * 8);
+  const Floor floor = FloorOf(work, Sample());
+  EXPECT_DOUBLE_EQ(floor.decode_s, 29 * 4718592.0 / 5e12);
+  EXPECT_DOUBLE_EQ(floor.mma_s, work.flops / 500e12);
+  EXPECT_DOUBLE_EQ(floor.Seconds(), floor.decode_s + floor.mma_s);
+  EXPECT_EQ(floor.Bound(), "decode");
+  // The matrix unit adds the codebook's parts up: less is left to decode.
+  const Floor summed = FloorOf(WorkOf(Qwen(), 4, 29, Sample(), true), Sample());
+  EXPECT_DOUBLE_EQ(summed.decode_s, 29 * 4718592.0 / 7e12);
+  EXPECT_EQ(
+      FloorOf(WorkOf(Qwen(), 4096, 128, Sample(), false), Sample()).Bound(),
+      "mma");
+  Ceilings slow = Sample();
+  slow.read_bytes_per_s /= 100;
+  EXPECT_EQ(FloorOf(work, slow).Bound(), "bytes");
+  EXPECT_EQ(FloorOf(work, Ceilings()).Seconds(), work.decode_seconds);
+}
+
+PlanBody BodyOf(int64_t tile, uint32_t blocks) {
+  PlanBody body;
+  body.template_name = "t";
+  body.assignment = {{"tokens_tile", tile}};
+  Step step;
+  step.label = "fc1";
+  step.grid = {LaunchDim::Constant(blocks), LaunchDim::Constant(1),
+               LaunchDim::Constant(1)};
+  body.steps = {step};
+  return body;
+}
+
+TEST(CostModelTest, EmptyRowsAndEmptyRoundsCost) {
+  Problem problem;
+  problem.geometry = Qwen();
+  problem.interval = {1, 1};
+  problem.device = AssumedProfile(
+      {.backend = Backend::kCuda, .level = 90, .arch_specific = true});
+  const Ceilings model = Sample().Rounded();
+  const auto time = [&](const PlanBody& body) {
+    return Predict(problem, body, model).Time();
+  };
+  // One token in a tile of 128: the rows that stay empty are multiplied too.
+  EXPECT_GT(time(BodyOf(128, 1320)), 2 * time(BodyOf(8, 1320)));
+  // One block more than the multiprocessors take at once.
+  PlanBody full = BodyOf(8, 132);
+  PlanBody spill = BodyOf(8, 133);
+  EXPECT_GT(time(spill), 1.9 * time(full));
+  EXPECT_EQ(Predict(problem, full, model).waves, 1);
+  // Many tokens: small tiles decode the same weights again and again.
+  problem.interval = {2049, 4096};
+  EXPECT_GT(Predict(problem, BodyOf(8, 13200), model).floor.decode_s,
+            10 * Predict(problem, BodyOf(128, 13200), model).floor.decode_s);
+}
+
+TEST(CostModelTest, TheReasonNamesTheBoundAndTheRatio) {
+  Prediction prediction;
+  prediction.floor.decode_s = 3;
+  EXPECT_EQ(PruneReason(prediction, 1.5),
+            "pruned: decode takes 2.00 x the best prediction, beyond 1.50 x");
+}
+
+}  // namespace
+}  // namespace kiln

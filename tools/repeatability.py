@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""Tunes a model several times from nothing and counts equal winners.
+
+    tools/repeatability.py build/release/kiln MODEL.json --target cpu --runs 10
+
+Programs are compiled once; every tune races in a cache of its own that holds
+nothing else. For each interval the winner that most tunes agree on counts as
+the right one. Prints one line per interval where tunes disagree and the share
+of winners that agree; --json prints the same as one object. Exit code 1 when
+the share is below --at-least.
+"""
+
+import argparse
+import collections
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+
+def prewarm(kiln, cache, arguments, stop_after=None):
+    """Runs kiln prewarm and returns its object."""
+    command = [kiln, "--cache", cache, "--json", "prewarm", *arguments]
+    if stop_after:
+        command += ["--stop-after", stop_after]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}: exit {done.returncode}")
+    return json.loads(done.stdout.decode().splitlines()[-1])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kiln")
+    parser.add_argument("manifest")
+    parser.add_argument("--target", default="cpu")
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--at-least", type=float, default=0.99,
+                        help="share of equal winners (default 0.99)")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--keep", help="folder for the caches (default: none)")
+    arguments, options = parser.parse_known_args()
+    planning = [arguments.manifest, "--target", arguments.target, *options]
+
+    folder = arguments.keep or tempfile.mkdtemp(prefix="kiln-repeat-")
+    compiled = os.path.join(folder, "compiled")
+    prewarm(arguments.kiln, compiled, planning, stop_after="compile")
+    winners = collections.defaultdict(list)
+    seconds = []
+    for run in range(arguments.runs):
+        cache = os.path.join(folder, f"run-{run + 1}")
+        shutil.copytree(compiled, cache)
+        report = prewarm(arguments.kiln, cache, planning)
+        seconds.append(report["seconds"]["race"])
+        for plan in report["plans"]:
+            key = (plan["target"], ",".join(plan["requests"]), plan["m_max"])
+            winners[key].append(plan["winner"])
+        print(f"tune {run + 1}/{arguments.runs}: {seconds[-1]:.1f} s",
+              file=sys.stderr)
+    if not arguments.keep:
+        shutil.rmtree(folder)
+
+    agree = 0
+    total = 0
+    unanimous = 0
+    disputed = []
+    for key, labels in sorted(winners.items()):
+        counts = collections.Counter(labels).most_common()
+        agree += counts[0][1]
+        total += len(labels)
+        unanimous += len(counts) == 1
+        if len(counts) > 1:
+            disputed.append({"target": key[0], "requests": key[1],
+                             "m_max": key[2], "winners": dict(counts)})
+    share = agree / total
+    if arguments.json:
+        print(json.dumps({"runs": arguments.runs, "intervals": len(winners),
+                          "unanimous": unanimous, "winners": total,
+                          "agree": agree, "share": share,
+                          "race_seconds": seconds, "disputed": disputed}))
+    else:
+        for row in disputed:
+            print(f"{row['requests']} m<={row['m_max']} on {row['target']}:")
+            for label, count in row["winners"].items():
+                print(f"  {count} of {arguments.runs}  {label}")
+        print(f"{arguments.runs} tunes, {len(winners)} intervals: {agree} of "
+              f"{total} winners agree ({100 * share:.1f} %), {unanimous} "
+              f"intervals unanimous")
+    sys.exit(0 if share >= arguments.at_least else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+#include "tuner/plan_bench.h"
+
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "compiler/base/check.h"
+#include "compiler/base/status_macros.h"
+#include "tuner/elimination.h"
+#include "tuner/racer.h"
+
+namespace kiln {
+
+absl::StatusOr<BenchTiming> TimePlan(OpBench* bench, const LoadedPlan& plan,
+                                     uint32_t m, const BenchOptions& options,
+                                     const BenchRival& rival) {
+  // Draws of a race are other ones.
+  constexpr uint32_t kFirstDraw = 500;
+  KILN_CHECK(options.blocks >= 2);
+  ASSIGN_OR_RETURN(const uint64_t arena_bytes, plan.ArenaBytes());
+  bench->ClearInputs();
+  RETURN_IF_ERROR(bench->Reserve(m, arena_bytes));
+  BenchTiming timing;
+  timing.draws = options.warm_l2 ? 1 : ColdDraws(bench, m);
+  std::vector<size_t> sets;
+  for (uint32_t draw = 0; draw < timing.draws; ++draw) {
+    ASSIGN_OR_RETURN(const size_t set,
+                     bench->AddInputs(Routing::kUniform, kFirstDraw + draw, m));
+    sets.push_back(set);
+    timing.experts += static_cast<double>(bench->workload().ActiveExperts(
+                          Routing::kUniform, kFirstDraw + draw, m)) /
+                      timing.draws;
+  }
+  std::vector<std::vector<uint64_t>> params;
+  for (const size_t set : sets) params.push_back(bench->Params(set));
+  ASSIGN_OR_RETURN(
+      const std::unique_ptr<Replay> replay,
+      bench->device()->Record([&]() -> absl::Status {
+        for (const std::vector<uint64_t>& block : params) {
+          RETURN_IF_ERROR(plan.Launch(m, block, bench->arena().data(),
+                                      bench->arena().bytes()));
+        }
+        return absl::OkStatus();
+      }));
+  RETURN_IF_ERROR(replay->Run().status());
+  if (rival) RETURN_IF_ERROR(rival(m, timing.draws).status());
+  std::vector<BlockTime> own;
+  std::vector<BlockTime> theirs;
+  std::vector<double> log_ratios;
+  for (uint32_t block = 0; block < options.blocks; ++block) {
+    ASSIGN_OR_RETURN(const double first, replay->Run());
+    if (rival) {
+      ASSIGN_OR_RETURN(const double ns, rival(m, timing.draws));
+      theirs.push_back({block, ns});
+    }
+    ASSIGN_OR_RETURN(const double second, replay->Run());
+    own.push_back({block, first / timing.draws});
+    own.push_back({block, second / timing.draws});
+    log_ratios.push_back(block % 2 == 0 ? std::log(first / second)
+                                        : std::log(second / first));
+  }
+  timing.ns = MedianNs(own);
+  timing.noise_floor = NoiseFloorOf(log_ratios);
+  if (rival) timing.rival_ns = MedianNs(theirs);
+  return timing;
+}
+
+}  // namespace kiln
