@@ -34,7 +34,6 @@ TEST(PlanJsonTest, IsStable) {
 
 TEST(PlanJsonTest, RoundTripsUnusualValues) {
   Plan plan = SamplePlan();
-  plan.body.overlapped = true;
   plan.target = {.backend = Backend::kCpu, .level = 3};
   plan.evidence.state = PlanState::kPredicted;
   plan.evidence.median_ns = std::numeric_limits<double>::denorm_min();
@@ -54,6 +53,18 @@ TEST(PlanJsonTest, RoundTripsUnusualValues) {
   plan.body.steps[0].args.clear();
   plan.body.steps[1].args.clear();
   EXPECT_THAT(PlanFromJson(PlanToJson(plan)), IsOkAndHolds(plan));
+}
+
+// Steps may overlap on sm_90 and later only; other plans leave the member out.
+TEST(PlanJsonTest, KeepsOverlappedStepsWhereTheyAreLegal) {
+  Plan plan = SamplePlan();
+  EXPECT_EQ(PlanToJson(plan).find("overlapped"), std::string::npos);
+  plan.body.overlapped = true;
+  plan.target = {.backend = Backend::kCuda, .level = 90};
+  EXPECT_THAT(PlanFromJson(PlanToJson(plan)), IsOkAndHolds(plan));
+  plan.target = {.backend = Backend::kCuda, .level = 89};
+  EXPECT_THAT(PlanFromJson(PlanToJson(plan)),
+              StatusIs(absl::StatusCode::kDataLoss));
 }
 
 TEST(PlanJsonTest, RefusesEveryTruncation) {
