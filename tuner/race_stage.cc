@@ -430,7 +430,10 @@ absl::Status RaceStage::TakeCasualties(Lane* lane) {
     reject.stage = RejectStage::kRace;
     reject.reason = casualty.reason;
     reject.log = casualty.log;
-    RETURN_IF_ERROR(state_.cache.PutReject(reject));
+    state_.cache.set_device_name(lane->profile.name);
+    const absl::Status stored = state_.cache.PutReject(reject);
+    state_.cache.set_device_name("");
+    RETURN_IF_ERROR(stored);
   }
   return absl::OkStatus();
 }

@@ -22,6 +22,15 @@ std::string TextOf(Deed deed, bool cuda) {
     case Deed::kNone:
       return "";
     case Deed::kSpins:
+      // A GPU that cannot stop a kernel of a killed process must get it back.
+      if (cuda) {
+        return "unsigned long long spun_from, spun_to;\n"
+               "asm volatile(\"mov.u64 %0, %globaltimer;\" : "
+               "\"=l\"(spun_from));\n"
+               "do asm volatile(\"mov.u64 %0, %globaltimer;\" : "
+               "\"=l\"(spun_to));\n"
+               "while (spun_to - spun_from < 20000000000ull);\n";
+      }
       return "for (volatile u32 spin = 1; spin != 0;) spin = 1;\n";
     case Deed::kSegfaults:
       return "*reinterpret_cast<volatile u32*>(8ull) = 1;\n";

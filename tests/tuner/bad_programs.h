@@ -10,7 +10,7 @@ namespace kiln::testing {
 
 enum class Deed {
   kNone,
-  kSpins,      // never returns
+  kSpins,      // never returns on the CPU, after 20 seconds on the GPU
   kSegfaults,  // writes to address 8
   kTraps,      // executes an instruction that traps
   // On the CPU only:
