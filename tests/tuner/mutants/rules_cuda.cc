@@ -33,6 +33,8 @@ constexpr char kActivate[] = "wrong activation";
 
 constexpr MutationRule kRules[] = {
     // Barriers and the copy pipeline: only a device shows these.
+    {kBarrier, kCuda, "RouteBlock", "counts[e] = 0;\n  __syncthreads();",
+     "counts[e] = 0;\n  "},
     {kBarrier, kCuda, "", "__syncthreads();", ""},
     {kBarrier, kCuda, "Multiply", "WaitCopies<kStages - 2>();", ""},
     {kBarrier, kCuda, "Multiply", "WaitCopies<kStages - 2>();",
@@ -175,7 +177,8 @@ constexpr MutationRule kRules[] = {
      "is_up ? w_gate : w_up"},
     {kSwap, kCuda, "kiln_moe_fc1", "column >= kInter", "column < kInter"},
     {kSwap, kCuda, "LoadRotation", "gate_suh + scale", "up_suh + scale"},
-    {kSwap, kCuda, "kiln_moe_activate", "gate = both[0]", "gate = both[1]"},
+    {kSwap, kCuda, "kiln_moe_activate", "(&gate)[4] = both[0]",
+     "(&gate)[4] = both[1]"},
     {kSwap, kCuda, "kiln_moe_activate", "kd::Silu(g) * u", "kd::Silu(u) * g"},
     {kSwap, kCuda, "Rotate",
      "Store4(gate_operand + to * kHidden + column, "
@@ -271,7 +274,7 @@ constexpr MutationRule kRules[] = {
      "svh[i], sum[i]);"},
     {kInput, kCuda, "kiln_moe_combine", "own_weight = weights[route];",
      "own_weight = weights[route];\n"
-     "    if (column == 124) const_cast<float*>(weights)[route] = 0.5f;"},
+     "    if (column == 0) const_cast<float*>(weights)[route] = 0.5f;"},
     {kInput, kCuda, "kiln_moe_rotate", "const Row row = rows[at];",
      "const Row row = rows[at];\n"
      "  if (at == 0 && column == 0) const_cast<u16*>(up_suh)[1] ^= 1;"},
@@ -282,10 +285,42 @@ constexpr MutationRule kRules[] = {
     {kActivate, kActivation, "Sigmoid", "1.0f + Exp", "1.003f + Exp"},
 };
 
+constexpr Excuse kExcuses[] = {
+    {kCuda, "RouteBlock", " < ", "", "base < end; base += 32",
+     "one more turn, in which no route is below the end"},
+    {kCuda, "RouteBlock", " < ", "", "const u32 begin = ",
+     "the smaller of two numbers, whichever is named when they are equal"},
+    {kCuda, "RouteBlock", " < ", "", "const u32 end = ",
+     "the smaller of two numbers, whichever is named when they are equal"},
+    {kCuda, "RouteBlock", " < ", "", "tile.rows = left < tokens_tile",
+     "the smaller of two numbers, whichever is named when they are equal"},
+    {kCuda, "RouteBlock", " < ", "", "e < kExperts; e += kRouteThreads",
+     "clears one more word of shared memory, before anything is in it"},
+    {kCuda, "kiln_moe_route", " < ", "", "i < kWarpRotations",
+     "one of the two loads an input that nothing uses, the other is caught"},
+    {kCuda, "kiln_moe_route", " < ", "", "if (item < items)",
+     "one of the two reads a token behind the last and drops it, the other is "
+     "caught; compute-sanitizer sees the read"},
+    {kCuda, "kiln_moe_fc2", "row < tile.rows", "", "",
+     "computes one more row, from whatever is there, and does not store it"},
+    {kCuda, "kiln_moe_combine", "base += kCombined", "", "",
+     "the loop has a second turn only for more than 8 routes of a token"},
+    {kCuda, "kiln_moe_activate", "value[i] = kd::Silu(g) * u * down_suh[i];",
+     "", "",
+     "a block of -60000 is transformed into an infinity of binary16, and the "
+     "row is NaN as it must be"},
+    {kCuda, "RouteBlock", "counts[e] = 0;\n  __syncthreads();", "", "",
+     "a race that the device does not lose: a count follows the load of an id, "
+     "which takes longer than the clear"},
+    {kCuda, "RouteBlock", " < ", "", "i < own_tiles",
+     "a race that the device does not lose: the next expert's block writes the "
+     "same tile later, because it counts one expert more"},
+};
+
 }  // namespace
 
 std::span<const MutationRule> CudaMutationRules() { return kRules; }
 
-std::span<const Excuse> CudaExcuses() { return {}; }
+std::span<const Excuse> CudaExcuses() { return kExcuses; }
 
 }  // namespace kiln::testing
