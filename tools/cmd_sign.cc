@@ -6,7 +6,6 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
@@ -32,23 +31,21 @@ absl::StatusOr<int> RunSign(const GlobalOptions& global,
   nlohmann::ordered_json out;
   std::string text;
   const std::string public_key = absl::StrCat(command.key, ".pub");
-  // New keys go away again when they could not be used.
-  absl::Cleanup remove_keys = [&] {
+  // New keys go away again when they could not be used; other files of these
+  // names are somebody else's.
+  bool remove_keys = false;
+  const absl::Cleanup cleanup = [&] {
+    if (!remove_keys) return;
     unlink(command.key.c_str());
     unlink(public_key.c_str());
   };
-  if (!command.new_key) std::move(remove_keys).Cancel();
   if (command.new_key) {
-    absl::StatusOr<std::string> key = NewSigningKey(command.key);
-    if (!key.ok()) {
-      // Files of that name are somebody else's.
-      std::move(remove_keys).Cancel();
-      return key.status();
-    }
+    ASSIGN_OR_RETURN(const std::string key, NewSigningKey(command.key));
+    remove_keys = true;
     out["secret_key"] = command.key;
     out["public_key"] = public_key;
     absl::StrAppend(&text, "secret key ", command.key, "\npublic key ",
-                    public_key, " (", *key, ")\n");
+                    public_key, " (", key, ")\n");
   }
   if (bundle.has_value()) {
     ASSIGN_OR_RETURN(const std::string signature,
@@ -63,7 +60,7 @@ absl::StatusOr<int> RunSign(const GlobalOptions& global,
     absl::StrAppend(&text, "signature ", path, "\nroot ",
                     bundle->Root().ToHex(), "\n");
   }
-  std::move(remove_keys).Cancel();
+  remove_keys = false;
   if (!global.json) std::printf("%s", text.c_str());
   if (global.json) PrintJson(out);
   return kExitDone;
