@@ -128,7 +128,7 @@ absl::StatusOr<std::unique_ptr<Device>> DeviceOf(
   if (context.target.backend == Backend::kCpu) {
     return OpenCpuDevice(context.target);
   }
-  return OpenCudaDevice(options.device_ordinal, context.target);
+  return OpenCudaDevice(options.device_ordinals.front(), context.target);
 }
 
 absl::StatusOr<LoadedSection::Digests> ReplayOn(Device* device,
