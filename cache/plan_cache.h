@@ -1,7 +1,7 @@
 // PlanCache: the programs, rejects, plans and measurements that were paid for
 // once, in one SQLite file of a folder. It stores values and returns values; it
 // never asks for one to be made, and never returns bytes whose digest does not
-// match. README.md has the guarantees, schema.sql the tables.
+// match. README.md has the guarantees, schema/ the tables.
 //
 //   ASSIGN_OR_RETURN(PlanCache cache,
 //                    PlanCache::Open(folder, CacheMode::kReadWrite));
