@@ -123,7 +123,8 @@ INSTANTIATE_TEST_SUITE_P(Boundaries, NpkEncodeTest,
                          });
 
 TEST(NpkEncodeFilesTest, DoNotDependOnThreads) {
-  const NpkMetadata metadata = Layer(NpkBoundary::kCoupled, 2);
+  NpkMetadata metadata = Layer(NpkBoundary::kCoupled, 2);
+  metadata.experts = 1;
   const TestFolder one;
   const TestFolder three;
   ASSERT_OK(Encode(metadata, one, 1));
