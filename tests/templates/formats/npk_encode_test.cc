@@ -116,8 +116,8 @@ TEST_P(NpkEncodeTest, TheFilesStandForTheWeightsWithTheStatedError) {
 INSTANTIATE_TEST_SUITE_P(Boundaries, NpkEncodeTest,
                          ::testing::Values(NpkBoundary::kCoupled,
                                            NpkBoundary::kIdentity),
-                         [](const auto& info) {
-                           return info.param == NpkBoundary::kCoupled
+                         [](const auto& which) {
+                           return which.param == NpkBoundary::kCoupled
                                       ? "Coupled"
                                       : "Identity";
                          });
