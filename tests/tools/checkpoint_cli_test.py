@@ -150,7 +150,8 @@ def write_real_checkpoint(folder, hidden=128, intermediate=128, experts=2):
     os.makedirs(folder)
     config = {"model_type": "qwen3_moe", "hidden_act": "silu",
               "hidden_size": hidden, "moe_intermediate_size": intermediate,
-              "num_experts": experts, "num_experts_per_tok": 2,
+              "num_experts": experts,
+              "num_experts_per_tok": min(2, experts),
               "num_hidden_layers": 1, "torch_dtype": "bfloat16"}
     with open(os.path.join(folder, "config.json"), "w") as handle:
         json.dump(config, handle)

@@ -107,5 +107,60 @@ TEST(EncoderQualityTest, McgMatchesTheTable) {
                kTiles, "MCG");
 }
 
+// ---- every column of the table, on more tiles; labelled slow ---------------
+
+constexpr int kFullTiles = 1500;
+
+std::vector<float> GaussianTable() {
+  std::mt19937_64 random(1);
+  std::normal_distribution<double> normal(0, 2.488);
+  std::vector<float> values(kTileStates);
+  for (float& value : values) value = static_cast<float>(normal(random));
+  return values;
+}
+
+std::vector<float> Rounded(std::vector<float> values, float factor) {
+  for (float& value : values) {
+    value = E4m3Value(E4m3Of(static_cast<double>(factor) * value));
+  }
+  return values;
+}
+
+TEST(EncoderQualityFullTest, Npk) {
+  ExpectAgrees(Measure(NpkAlphabet(), 2, 1.00, kFullTiles), {.0685, .0007},
+               "NPK-1 K2");
+  ExpectAgrees(Measure(NpkAlphabet(), 3, .93, kFullTiles), {.01745, .0002},
+               "NPK-1 K3");
+  ExpectAgrees(Measure(NpkAlphabet(), 4, .88, kFullTiles), {.00458, .00005},
+               "NPK-1 K4");
+  ExpectAgrees(Measure(NpkAlphabet(), 5, .88, kFullTiles), {.001335, .00002},
+               "NPK-1 K5");
+}
+
+TEST(EncoderQualityFullTest, OtherAlphabets) {
+  ExpectColumn(CodebookAlphabet(Codebook::kMcg),
+               {{1.0, .0684}, {.93, .0176}, {.88, .00455}, {.82, .00119}},
+               kFullTiles, "MCG");
+  ExpectColumn(GaussianTable(),
+               {{1.0, .0687}, {.93, .0176}, {.88, .00448}, {.85, .00117}},
+               kFullTiles, "Gaussian table");
+  ExpectColumn(Rounded(GaussianTable(), 1),
+               {{1.0, .0689}, {.93, .0177}, {.88, .00452}, {.85, .00134}},
+               kFullTiles, "Gaussian table in E4M3");
+  ExpectColumn(Rounded(CodebookAlphabet(Codebook::kMul1), 2.5f),
+               {{1.0, .0688}, {.93, .0176}, {.88, .00456}, {.85, .00132}},
+               kFullTiles, "byte sums in E4M3");
+}
+
+// The ratio of input to alphabet matters more than the law.
+TEST(EncoderQualityFullTest, RatiosAwayFromTheBestAreAsBadAsStated) {
+  const std::vector<float> alphabet = NpkAlphabet();
+  for (const auto& [ratio, mse] :
+       {std::pair{.62, .0061}, {.70, .0053}, {1.06, .0053}, {1.24, .0080}}) {
+    EXPECT_NEAR(Measure(alphabet, 4, ratio, kFullTiles).mse, mse, .06 * mse)
+        << ratio;
+  }
+}
+
 }  // namespace
 }  // namespace kiln

@@ -116,14 +116,15 @@ TEST_P(NpkEncodeTest, TheFilesStandForTheWeightsWithTheStatedError) {
 INSTANTIATE_TEST_SUITE_P(Boundaries, NpkEncodeTest,
                          ::testing::Values(NpkBoundary::kCoupled,
                                            NpkBoundary::kIdentity),
-                         [](const auto& info) {
-                           return info.param == NpkBoundary::kCoupled
+                         [](const auto& which) {
+                           return which.param == NpkBoundary::kCoupled
                                       ? "Coupled"
                                       : "Identity";
                          });
 
 TEST(NpkEncodeFilesTest, DoNotDependOnThreads) {
-  const NpkMetadata metadata = Layer(NpkBoundary::kCoupled, 2);
+  NpkMetadata metadata = Layer(NpkBoundary::kCoupled, 2);
+  metadata.experts = 1;
   const TestFolder one;
   const TestFolder three;
   ASSERT_OK(Encode(metadata, one, 1));
