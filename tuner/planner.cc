@@ -21,6 +21,10 @@ namespace {
 // capabilities); the bundle format has the same limits for every target.
 constexpr uint64_t kGridMax[3] = {0x7FFFFFFF, 65535, 65535};
 
+// Pruned candidates whose digest is computed; hashing thousands takes longer
+// than all else here.
+constexpr size_t kPrunedNamed = 64;
+
 // Empty, or why no runtime would take the body at m_max tokens.
 std::string LimitThatBreaks(const PlanBody& body, uint32_t m_max) {
   if (body.arena.bytes > kArenaBytesMax) {
@@ -168,7 +172,9 @@ absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
     for (LegalPoint& point : points) {
       if (!point.pruned.empty()) {
         plan.pruned.push_back({.label = point.body.Label(),
-                               .body = CandidateDigest(point.body, {}),
+                               .body = plan.pruned.size() < kPrunedNamed
+                                           ? CandidateDigest(point.body, {})
+                                           : Digest(),
                                .numerics_class = point.body.numerics_class,
                                .arena_bytes = point.body.arena.bytes,
                                .reason = std::move(point.pruned)});
@@ -186,9 +192,13 @@ absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
       plan.candidates.push_back(std::move(candidate));
     }
   }
+  // What was asked for comes before what the templates cannot do.
+  std::vector<RejectedPoints> rejects;
   for (const auto& [reason, count] : broken_rules) {
-    plan.rejects.push_back({.reason = reason, .count = count});
+    rejects.push_back({.reason = reason, .count = count});
   }
+  rejects.insert(rejects.end(), plan.rejects.begin(), plan.rejects.end());
+  plan.rejects = std::move(rejects);
   if (plan.candidates.empty()) {
     if (plan.rejects.empty()) {
       return absl::UnimplementedError(absl::StrCat(

@@ -31,7 +31,8 @@ struct PlannedCandidate {
 // A legal candidate that does not race.
 struct PrunedCandidate {
   std::string label;  // PlanBody::Label()
-  Digest body;        // CandidateDigest without programs: none was made
+  // CandidateDigest without programs, as none was made; of the first 64 only.
+  Digest body;
   std::string numerics_class;
   uint64_t arena_bytes = 0;
   std::string reason;  // starts with kPrunedPrefix
