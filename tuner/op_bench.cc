@@ -13,15 +13,18 @@ namespace {
 constexpr uint64_t kZoneBytes = 4096;
 constexpr uint8_t kZone = 0xA5;
 constexpr uint8_t kInputZone = 0xFF;
+// Around topk_ids: routes to expert 0. 0xFF would read as "no route".
+constexpr uint8_t kIdZone = 0;
 constexpr uint64_t kCheckChunkBytes = 16u << 20;
 
 uint64_t AlignUp(uint64_t value) {
   return (value + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
 }
 
-absl::StatusOr<GuardedBuffer> Upload(Device* device, absl::string_view bytes) {
+absl::StatusOr<GuardedBuffer> Upload(Device* device, absl::string_view bytes,
+                                     uint8_t zone = kInputZone) {
   ASSIGN_OR_RETURN(GuardedBuffer buffer,
-                   GuardedBuffer::AllocateInput(device, bytes.size()));
+                   GuardedBuffer::AllocateInput(device, bytes.size(), zone));
   RETURN_IF_ERROR(buffer.CopyIn(bytes));
   return buffer;
 }
@@ -59,10 +62,11 @@ absl::StatusOr<GuardedBuffer> GuardedBuffer::Allocate(Device* device,
 }
 
 absl::StatusOr<GuardedBuffer> GuardedBuffer::AllocateInput(Device* device,
-                                                           uint64_t bytes) {
+                                                           uint64_t bytes,
+                                                           uint8_t zone) {
   if (!device->fences()) {
     ASSIGN_OR_RETURN(GuardedBuffer buffer, Allocate(device, bytes));
-    buffer.zone_ = kInputZone;
+    buffer.zone_ = zone;
     return buffer;
   }
   GuardedBuffer buffer;
@@ -70,7 +74,7 @@ absl::StatusOr<GuardedBuffer> GuardedBuffer::AllocateInput(Device* device,
   buffer.bytes_ = bytes;
   buffer.front_ =
       (kZoneBytes + bytes + kPageBytes - 1) / kPageBytes * kPageBytes - bytes;
-  buffer.zone_ = kInputZone;
+  buffer.zone_ = zone;
   ASSIGN_OR_RETURN(buffer.memory_,
                    DeviceBuffer::Allocate(device, buffer.front_ + bytes));
   return buffer;
@@ -159,7 +163,8 @@ absl::StatusOr<size_t> OpBench::AddInputs(Routing routing, uint32_t draw,
   inputs.tokens = tokens;
   inputs.host = workload_.MakeTokens(routing, draw, tokens);
   ASSIGN_OR_RETURN(inputs.x, Upload(device_, inputs.host.x));
-  ASSIGN_OR_RETURN(inputs.topk_ids, Upload(device_, inputs.host.topk_ids));
+  ASSIGN_OR_RETURN(inputs.topk_ids,
+                   Upload(device_, inputs.host.topk_ids, kIdZone));
   ASSIGN_OR_RETURN(inputs.topk_weights,
                    Upload(device_, inputs.host.topk_weights));
   inputs_.push_back(std::move(inputs));

@@ -26,8 +26,11 @@ class GuardedBuffer {
   // For what kernels only read: the zones hold NaN, so that a read there shows
   // in a result. On a device that fences its memory the payload ends at the
   // fence instead.
+  //   zone: what the zones hold instead, where 0xFF reads as something
+  //   harmless.
   static absl::StatusOr<GuardedBuffer> AllocateInput(Device* device,
-                                                     uint64_t bytes);
+                                                     uint64_t bytes,
+                                                     uint8_t zone = 0xFF);
 
   void* data() const;
 
