@@ -113,7 +113,8 @@ TEST_F(CapacityCurveTest, LeavesNoGapAndKeepsTheCap) {
     for (int i = 0; i < 12; ++i) {
       std::map<std::string, double> rivals;
       for (const std::string& name : names) {
-        if (random() % 4 != 0) rivals[name] = (random() % 40) / 1000.0;
+        if (random() % 4 != 0)
+          rivals[name] = static_cast<double>(random() % 40) / 1000.0;
       }
       Add(names[random() % names.size()], rivals);
     }
