@@ -47,7 +47,7 @@ class RemoteRacerGpuTest : public ::testing::Test {
         ProbeNvrtc({.library = "", .folders = {}, .worker = KilnPath()});
     ASSERT_OK(setup);
     Planner planner(testing::SmallGeometry(), *profile_, setup->toolchain,
-                    kCandidates);
+                    {static_cast<int>(kCandidates)});
     ASSERT_OK_AND_ASSIGN(const IntervalPlan plan, planner.Plan(kInterval));
     ASSERT_EQ(plan.candidates.size(), kCandidates);
     CompilePool pool({.jobs = 4}, {*setup});

@@ -182,7 +182,7 @@ TEST(ReproducibleCompileTest, GpuProgramsHaveTheSameBytesEverywhere) {
   if (!setup.ok()) GTEST_SKIP() << setup.status();
   ASSERT_OK_AND_ASSIGN(const Target target, ParseTarget("sm_90a"));
   RequestGeometry geometry = SmallGeometry();
-  Planner planner(geometry, AssumedProfile(target), setup->toolchain, 1);
+  Planner planner(geometry, AssumedProfile(target), setup->toolchain, {1});
   ASSERT_OK_AND_ASSIGN(const IntervalPlan plan,
                        planner.Plan({.m_min = 1, .m_max = 1}));
   const PlannedCandidate& candidate = plan.candidates.at(0);

@@ -58,7 +58,7 @@ class StoredPlansTest : public ::testing::Test {
   void Store(size_t index, const DeviceProfile& device, PlanState state,
              double median_ns) {
     const ResolvedInterval& resolved = intervals_[index];
-    Planner planner(resolved.geometry, device, contexts_[0].setup.toolchain, 1);
+    Planner planner(resolved.geometry, device, contexts_[0].setup.toolchain, {1});
     const IntervalPlan planned = planner.Plan(resolved.interval).value();
     const PlannedCandidate& candidate = planned.candidates[0];
     Plan plan;
@@ -108,7 +108,7 @@ TEST_F(StoredPlansTest, PlansMeasuredElsewhereBeatPredictedOnes) {
   EXPECT_EQ(plans[1].plan.interval, intervals_[1].interval);
 
   ASSERT_OK_AND_ASSIGN(const std::vector<StoredPlan> predicted, Find(false));
-  EXPECT_EQ(predicted[0].evidence.state, PlanState::kPredicted);
+  EXPECT_EQ(predicted[0].plan.evidence.state, PlanState::kPredicted);
 }
 
 TEST_F(StoredPlansTest, ADeviceThatMeasuredOnlySomeIntervalsDoesNotAnswer) {
