@@ -342,8 +342,8 @@ absl::Status PlanCache::PutPlan(const PlanKey& key, const Plan& plan,
 }
 
 absl::Status PlanCache::PutPlans(absl::Span<const NewPlan> plans) {
-  RETURN_IF_ERROR(RequireWritable());
   if (plans.empty()) return absl::OkStatus();
+  RETURN_IF_ERROR(RequireWritable());
   for (const NewPlan& plan : plans) {
     RETURN_IF_ERROR(CheckPlan(plan.key, plan.plan, PlanToJson(plan.plan),
                               plan.measurements));

@@ -342,8 +342,8 @@ absl::Status PlanCache::WriteProgram(const Program& program) {
 }
 
 absl::Status PlanCache::PutPrograms(absl::Span<const Program> programs) {
-  RETURN_IF_ERROR(RequireWritable());
   if (programs.empty()) return absl::OkStatus();
+  RETURN_IF_ERROR(RequireWritable());
   for (const Program& program : programs) {
     RETURN_IF_ERROR(CheckProgram(program));
   }
@@ -459,8 +459,8 @@ absl::Status PlanCache::WriteReject(const Reject& reject) {
 }
 
 absl::Status PlanCache::PutRejects(absl::Span<const Reject> rejects) {
-  RETURN_IF_ERROR(RequireWritable());
   if (rejects.empty()) return absl::OkStatus();
+  RETURN_IF_ERROR(RequireWritable());
   for (const Reject& reject : rejects) RETURN_IF_ERROR(CheckReject(reject));
   ASSIGN_OR_RETURN(
       Transaction transaction,

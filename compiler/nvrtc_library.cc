@@ -170,6 +170,11 @@ class NvrtcCompiler : public WorkerCompiler {
     std::vector<std::string> options = NvrtcFixedOptions();
     options.push_back(
         absl::StrCat("--gpu-architecture=", job.target.ToString()));
+    // Symbols of internal linkage else carry a random number and the process
+    // id. NVRTC 12 does not know it; it moves names, never code.
+    if (!absl::StartsWith(hello_.version, "12.")) {
+      options.push_back("-frandom-seed=kiln");
+    }
     options.insert(options.end(), job.unit.options.begin(),
                    job.unit.options.end());
     std::vector<const char*> arguments;

@@ -146,6 +146,16 @@ absl::Status RaceStage::RunContext(size_t context) {
   for (const size_t index : state_.missing) {
     if (state_.intervals[index].context == context) open.push_back(index);
   }
+  const TargetContext& at = state_.contexts[context];
+  if (state_.options.compile_only || at.profile.assumed) {
+    // No device takes part.
+    for (const size_t index : open) {
+      ASSIGN_OR_RETURN(const bool settled, Settle(index));
+      if (!settled) RETURN_IF_ERROR(Predict(index));
+      ++done_;
+    }
+    return absl::OkStatus();
+  }
   RETURN_IF_ERROR(MakeLanes(context));
   std::vector<RemoteRacer*> racers;
   for (const std::unique_ptr<Lane>& lane : lanes_) {
@@ -195,20 +205,19 @@ absl::Status RaceStage::RunContext(size_t context) {
   }
 }
 
-absl::StatusOr<RaceStage::Step> RaceStage::TryBegin(size_t index, Lane* lane) {
+absl::StatusOr<bool> RaceStage::Settle(size_t index) {
   ASSIGN_OR_RETURN(const bool before, AnsweredMeanwhile(index));
-  if (before) return Step::kSettled;
+  if (before) return true;
   ASSIGN_OR_RETURN(const std::string undecided, WhyUndecided(index));
-  if (!undecided.empty()) {
-    state_.report.intervals[index].problem = undecided;
-    ++state_.report.intervals[index].rejected;
-    return Step::kSettled;
-  }
-  const TargetContext& context = state_.ContextOf(index);
-  if (state_.options.compile_only || context.profile.assumed) {
-    RETURN_IF_ERROR(Predict(index));
-    return Step::kSettled;
-  }
+  if (undecided.empty()) return false;
+  state_.report.intervals[index].problem = undecided;
+  ++state_.report.intervals[index].rejected;
+  return true;
+}
+
+absl::StatusOr<RaceStage::Step> RaceStage::TryBegin(size_t index, Lane* lane) {
+  ASSIGN_OR_RETURN(const bool settled, Settle(index));
+  if (settled) return Step::kSettled;
   ASSIGN_OR_RETURN(const bool locked, Lock(lane));
   if (!locked) return Step::kBusy;
   // The device is claimed in the cache too: containers may share that and not

@@ -60,6 +60,8 @@ class RaceStage {
 
   absl::Status MakeLanes(size_t context);
   absl::Status RunContext(size_t context);
+  // Whether an interval needs no race: answered meanwhile, or beyond one.
+  absl::StatusOr<bool> Settle(size_t index);
   // What of an interval can be done without waiting.
   absl::StatusOr<Step> TryBegin(size_t index, Lane* lane);
   absl::StatusOr<Step> BeginRace(size_t index, Lane* lane);

@@ -345,7 +345,7 @@ class ContainerCliTest(CliTest):
         self.assertEqual(self.prepared(0),
                          "H128 I256 E4 sqg_e4m3 pairs P33 shared scales")
         done = self.kiln("describe", self.checkpoint, code=4)
-        self.assertIn('tensor "rates_fc1" has a pair of rates for each expert; '
+        self.assertIn('tensor "rates_fc1": has a pair of rates for each expert; '
                       "no template of this build serves it", done.stderr)
 
     def test_a_qsrt_layer_is_prepared_and_describe_says_the_same(self):

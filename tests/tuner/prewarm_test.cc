@@ -27,6 +27,7 @@
 #include "tests/support/golden.h"
 #include "tests/support/status_matchers.h"
 #include "tests/tuner/cpu_programs.h"
+#include "tuner/conclusion.h"
 #include "tuner/freeze.h"
 
 extern char** environ;
@@ -208,9 +209,11 @@ TEST_F(PrewarmTest, StoresEveryCandidatesEvidence) {
   for (const StoredPlan& stored : plans) {
     ASSERT_OK_AND_ASSIGN(const std::vector<Measurement> evidence,
                          cache.LoadMeasurements(stored.key.digest));
-    ASSERT_EQ(evidence.size(), 2u);
+    size_t raced = 0;
     int won = 0;
     for (const Measurement& measurement : evidence) {
+      if (IsPruned(measurement)) continue;
+      ++raced;
       EXPECT_FALSE(measurement.samples.empty()) << measurement.label;
       EXPECT_FALSE(measurement.numerics_class.empty());
       EXPECT_GT(measurement.arena_bytes, 0u);
@@ -221,6 +224,7 @@ TEST_F(PrewarmTest, StoresEveryCandidatesEvidence) {
         EXPECT_EQ(measurement.samples.size(), stored.plan.evidence.samples);
       }
     }
+    EXPECT_EQ(raced, 2u);
     EXPECT_EQ(won, 1);
   }
 }

@@ -58,7 +58,8 @@ class StoredPlansTest : public ::testing::Test {
   void Store(size_t index, const DeviceProfile& device, PlanState state,
              double median_ns) {
     const ResolvedInterval& resolved = intervals_[index];
-    Planner planner(resolved.geometry, device, contexts_[0].setup.toolchain, {1});
+    Planner planner(resolved.geometry, device, contexts_[0].setup.toolchain,
+                    {1});
     const IntervalPlan planned = planner.Plan(resolved.interval).value();
     const PlannedCandidate& candidate = planned.candidates[0];
     Plan plan;
