@@ -48,7 +48,7 @@ function(kiln_test)
     set(ARG_LABELS unit)
   endif()
   if(NOT ARG_TIMEOUT)
-    set(ARG_TIMEOUT 300)
+    set(ARG_TIMEOUT 900)
   endif()
   kiln_executable(NAME ${ARG_NAME} SRCS ${ARG_SRCS}
                   DEPS ${ARG_DEPS} GTest::gmock GTest::gtest_main)
