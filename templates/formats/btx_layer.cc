@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "compiler/base/as_text.h"
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/spec/json_reader.h"
@@ -18,10 +19,6 @@ namespace {
 constexpr uint64_t kRotationBytes = kSlotChannels * sizeof(uint16_t);
 
 uint64_t Size(int64_t value) { return static_cast<uint64_t>(value); }
-
-absl::string_view AsText(std::span<const uint8_t> bytes) {
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
-}
 
 // The layer's tensors without their shapes.
 std::vector<absl::string_view> TensorNames(const BtxManifest& manifest) {

@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "compiler/base/as_text.h"
 #include "compiler/base/check.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
@@ -58,16 +59,6 @@ uint64_t SeedOf(uint64_t seed, absl::string_view key) {
     hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001B3u;
   }
   return hash ^ seed;
-}
-
-template <typename T>
-absl::string_view AsText(std::span<const T> values) {
-  return {reinterpret_cast<const char*>(values.data()), values.size_bytes()};
-}
-
-template <typename T>
-absl::string_view AsText(const std::vector<T>& values) {
-  return AsText(std::span<const T>(values));
 }
 
 // config.json with "quantization_config" as its last member. The rest of the

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "compiler/base/as_text.h"
 #include "compiler/base/check.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
@@ -26,10 +27,6 @@ constexpr uint16_t kPlusOne = 0x3C00;   // binary16
 constexpr uint16_t kMinusOne = 0xBC00;  // binary16
 constexpr uint16_t kExponent = 0x7C00;  // all ones: infinity or NaN
 constexpr uint8_t kReservedScale = 255;
-
-absl::string_view AsText(std::span<const uint8_t> bytes) {
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
-}
 
 // The shape's indices of an element: "[3, 17, 2]".
 std::string IndexOf(const SafetensorsTensor& tensor, uint64_t element) {
@@ -300,8 +297,7 @@ Digest NpkSignsDigest(const NpkMetadata& metadata,
   std::string bytes;
   for (int draw = 0; draw <= kSignDrawMax; ++draw) {
     if (std::find(draws.begin(), draws.end(), draw) == draws.end()) continue;
-    const std::vector<uint16_t> signs = NpkSigns(metadata, draw);
-    bytes.append(reinterpret_cast<const char*>(signs.data()), 2 * signs.size());
+    absl::StrAppend(&bytes, AsText(NpkSigns(metadata, draw)));
   }
   return Sha256(bytes);
 }

@@ -8,6 +8,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "compiler/base/as_text.h"
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/spec/json_reader.h"
@@ -521,8 +522,7 @@ absl::StatusOr<NpkHeader> ParseNpkHeader(std::span<const uint8_t> file) {
                         std::min<uint64_t>(kNpkHeaderBytesMax,
                                            file.size() - kLengthBytes)));
   }
-  const absl::string_view text(reinterpret_cast<const char*>(file.data()),
-                               kLengthBytes + length);
+  const absl::string_view text = AsText(file.first(kLengthBytes + length));
   absl::StatusOr<JsonNode> root =
       ParseJson(text.substr(kLengthBytes), "header");
   if (!root.ok()) return NpkRuleError(1, root.status().message());

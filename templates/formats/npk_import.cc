@@ -9,6 +9,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "compiler/base/as_text.h"
 #include "compiler/base/check.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
@@ -219,8 +220,7 @@ absl::StatusOr<NpkImport> Import(const std::string& path,
     ASSIGN_OR_RETURN(bytes[i], file.Bytes(*tensors[i]));
     const std::string key = absl::StrCat("sha256_", kNames[i]);
     ASSIGN_OR_RETURN(const Digest stated, TakeDigest(metadata, key));
-    const Digest found = Sha256(
-        {reinterpret_cast<const char*>(bytes[i].data()), bytes[i].size()});
+    const Digest found = Sha256(AsText(bytes[i]));
     if (found == stated) continue;
     return absl::InvalidArgumentError(
         absl::StrCat("tensor \"", kNames[i], "\" has the SHA-256 ",

@@ -9,6 +9,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "compiler/base/as_text.h"
 #include "compiler/base/check.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
@@ -40,18 +41,13 @@ SafetensorsTensor Tensor(absl::string_view name, StoredType type,
   return tensor;
 }
 
-template <typename T>
-absl::string_view AsText(std::span<const T> values) {
-  return {reinterpret_cast<const char*>(values.data()), values.size_bytes()};
-}
-
 absl::Status AppendScales(std::span<const uint8_t> scales, uint64_t experts,
                           uint64_t rows, uint64_t columns, PendingFile* file) {
   const uint64_t each = rows * (columns / kGroup);
   KILN_CHECK(scales.size() == experts * each);
   for (uint64_t e = 0; e < experts; ++e) {
-    RETURN_IF_ERROR(file->Append(AsText(std::span<const uint32_t>(
-        NpkScaleWords(scales.subspan(e * each, each), rows, columns)))));
+    RETURN_IF_ERROR(file->Append(
+        AsText(NpkScaleWords(scales.subspan(e * each, each), rows, columns))));
   }
   return absl::OkStatus();
 }
@@ -67,7 +63,7 @@ absl::Status AppendRotations(const NpkSidecar& sidecar, PendingFile* file) {
     std::vector<uint16_t>& drawn = signs[draws[e]];
     if (drawn.empty()) drawn = NpkSigns(m, draws[e]);
     RETURN_IF_ERROR(file->Append(AsText(scales.subspan(e * each, each))));
-    RETURN_IF_ERROR(file->Append(AsText(std::span<const uint16_t>(drawn))));
+    RETURN_IF_ERROR(file->Append(AsText(drawn)));
   }
   return absl::OkStatus();
 }

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "compiler/base/as_text.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
 #include "templates/formats/btx_layer.h"
@@ -163,17 +164,14 @@ absl::StatusOr<PreparedLayer> PrepareLayer(const std::string& folder,
   prepared.bytes += head.size();
   RETURN_IF_ERROR(MakeDirectories(output));
   PendingFile file(prepared.path);
-  RETURN_IF_ERROR(
-      file.Append({reinterpret_cast<const char*>(head.data()), head.size()}));
+  RETURN_IF_ERROR(file.Append(head));
   for (const FusedMoeParam slot : kTrellisSlots) {
     RETURN_IF_ERROR(source.Stream(slot, [&](std::span<const uint8_t> piece) {
-      return file.Append(
-          {reinterpret_cast<const char*>(piece.data()), piece.size()});
+      return file.Append(AsText(piece));
     }));
   }
   for (const std::vector<uint8_t>* bytes : rates) {
-    RETURN_IF_ERROR(file.Append(
-        {reinterpret_cast<const char*>(bytes->data()), bytes->size()}));
+    RETURN_IF_ERROR(file.Append(AsText(*bytes)));
   }
   RETURN_IF_ERROR(file.Commit());
   return prepared;

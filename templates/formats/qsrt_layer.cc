@@ -13,6 +13,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "compiler/base/as_text.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/spec/json_reader.h"
@@ -332,8 +333,7 @@ absl::Status QsrtLayer::Validate() {
   const auto check = [&]() -> absl::Status {
     ASSIGN_OR_RETURN(const std::span<const uint8_t> bytes, file_->FileBytes());
     if (sha256_.has_value()) {
-      const Digest digest =
-          Sha256({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+      const Digest digest = Sha256(AsText(bytes));
       if (digest != *sha256_) {
         return absl::InvalidArgumentError(
             absl::StrCat("has the SHA-256 ", digest.ToHex(), ", ", kDigestsName,
