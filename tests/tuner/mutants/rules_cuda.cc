@@ -1,3 +1,4 @@
+#include "tests/tuner/mutants/rule_words.h"
 #include "tests/tuner/mutants/rules.h"
 
 namespace kiln::testing {
@@ -5,31 +6,6 @@ namespace {
 
 constexpr char kCuda[] = "fused_moe/cuda.cu";
 constexpr char kFragment[] = "device/fragment.h";
-constexpr char kTrellis[] = "device/trellis.h";
-constexpr char kHadamard[] = "device/hadamard.h";
-constexpr char kActivation[] = "device/activation.h";
-
-constexpr char kBound[] = "off by one in a bound";
-constexpr char kIndex[] = "off by one in an index";
-constexpr char kBarrier[] = "missing barrier";
-constexpr char kTail[] = "skipped tail";
-constexpr char kStale[] = "stale arena";
-constexpr char kReadOut[] = "out-of-bounds read";
-constexpr char kWriteOut[] = "out-of-bounds write";
-constexpr char kRounding[] = "wrong rounding";
-constexpr char kSwap[] = "gate and up swapped";
-constexpr char kDropped[] = "dropped route";
-constexpr char kStride[] = "wrong stride";
-constexpr char kRace[] = "race";
-constexpr char kSign[] = "flipped sign";
-constexpr char kScale[] = "wrong scale vector";
-constexpr char kRotation[] = "wrong Hadamard";
-constexpr char kCodebook[] = "wrong codebook";
-constexpr char kExpert[] = "wrong expert";
-constexpr char kOrder[] = "wrong order";
-constexpr char kNan[] = "swallowed NaN";
-constexpr char kInput[] = "written input";
-constexpr char kActivate[] = "wrong activation";
 
 constexpr MutationRule kRules[] = {
     // Barriers and the copy pipeline: only a device shows these.
