@@ -1,6 +1,5 @@
 #include "tools/cli.h"
 
-#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 #include "absl/time/time.h"
 #include "compiler/base/status_macros.h"
 #include "tools/bundle_view.h"
+#include "tools/progress_bar.h"
 
 namespace kiln {
 namespace {
@@ -30,8 +30,7 @@ std::string HostName() {
   return name;
 }
 
-// How long a stage still takes, if its units take equally long.
-class Estimate {
+class StageClock {
  public:
   // Seconds since the stage began.
   double Begin(Stage stage) {
@@ -43,13 +42,6 @@ class Estimate {
     return std::chrono::duration<double>(now - begin_).count();
   }
 
-  // " ETA 12s"; empty while nothing can be said.
-  static std::string Text(double elapsed, size_t done, size_t total) {
-    if (done == 0 || done >= total) return "";
-    return absl::StrFormat(" ETA %.0fs", elapsed / static_cast<double>(done) *
-                                             static_cast<double>(total - done));
-  }
-
  private:
   std::optional<Stage> stage_;
   std::chrono::steady_clock::time_point begin_;
@@ -57,51 +49,19 @@ class Estimate {
 
 class TerminalProgress : public ProgressSink {
  public:
-  ~TerminalProgress() override { Clear(); }
-
   void Update(Stage stage, size_t done, size_t total,
               const std::string& detail) override {
-    const double elapsed = estimate_.Begin(stage);
-    if (elapsed < drawn_) drawn_ = -1;  // another stage
-    // Often enough to look alive, rarely enough to cost nothing.
-    if (done != total && drawn_ >= 0 && elapsed - drawn_ < 0.1) return;
-    drawn_ = elapsed;
-    constexpr size_t kWidth = 24;
-    const size_t filled = total == 0 ? kWidth : kWidth * done / total;
-    std::string line =
-        absl::StrCat(StageName(stage), " [", std::string(filled, '#'),
-                     std::string(kWidth - filled, '.'), "] ", done, "/", total,
-                     Estimate::Text(elapsed, done, total), " ", detail);
-    if (const size_t width = Width(); line.size() > width) line.resize(width);
-    std::fprintf(stderr, "\r\033[K%s", line.c_str());
-    std::fflush(stderr);
-    open_ = true;
+    bar_.Draw(StageName(stage), clock_.Begin(stage), done, total, detail);
   }
 
   void Note(const std::string& line) override {
-    Clear();
+    bar_.Clear();
     std::fprintf(stderr, "%s\n", line.c_str());
   }
 
  private:
-  // What fits one row: a line that wraps could not be cleared again.
-  static size_t Width() {
-    constexpr size_t kWidthMax = 118;
-    winsize size = {};
-    if (ioctl(STDERR_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col < 2) {
-      return kWidthMax;
-    }
-    return std::min<size_t>(kWidthMax, size.ws_col - 1);
-  }
-
-  void Clear() {
-    if (open_) std::fprintf(stderr, "\r\033[K");
-    open_ = false;
-  }
-
-  Estimate estimate_;
-  double drawn_ = -1;  // seconds into the stage; negative: not yet
-  bool open_ = false;
+  StageClock clock_;
+  ProgressBar bar_;
 };
 
 // For logs: a line when a stage ends, and now and then while it lasts.
@@ -110,7 +70,7 @@ class LineProgress : public ProgressSink {
   void Update(Stage stage, size_t done, size_t total,
               const std::string& detail) override {
     constexpr double kSecondsBetween = 30;
-    const double elapsed = estimate_.Begin(stage);
+    const double elapsed = clock_.Begin(stage);
     if (elapsed < printed_) printed_ = 0;  // another stage
     const bool ended = done == total && total != 0 && ended_ != stage;
     if (!ended && (done == total || elapsed - printed_ < kSecondsBetween)) {
@@ -120,7 +80,7 @@ class LineProgress : public ProgressSink {
     if (ended) ended_ = stage;
     std::fprintf(stderr, "%s %zu/%zu%s%s\n",
                  std::string(StageName(stage)).c_str(), done, total,
-                 Estimate::Text(elapsed, done, total).c_str(),
+                 RemainingTime(elapsed, done, total).c_str(),
                  ended ? "" : absl::StrCat(" ", detail).c_str());
   }
 
@@ -129,7 +89,7 @@ class LineProgress : public ProgressSink {
   }
 
  private:
-  Estimate estimate_;
+  StageClock clock_;
   double printed_ = 0;  // seconds into the stage
   std::optional<Stage> ended_;
 };

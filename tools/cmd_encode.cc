@@ -11,13 +11,13 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "compiler/base/status_macros.h"
 #include "templates/formats/encoder_checkpoint.h"
 #include "templates/formats/npk_checkpoint.h"
+#include "tools/progress_bar.h"
 
 namespace kiln {
 namespace {
@@ -54,47 +54,26 @@ absl::StatusOr<Codebook> ParseCodebook(const std::string& text) {
 // every tenth.
 class EncodeBar {
  public:
-  ~EncodeBar() { Clear(); }
-
   void Update(uint64_t done, uint64_t total, const std::string& detail) {
     const double elapsed = absl::ToDoubleSeconds(absl::Now() - begin_);
-    const std::string left =
-        done == total ? ""
-                      : absl::StrFormat(" ETA %.0fs",
-                                        elapsed / static_cast<double>(done) *
-                                            static_cast<double>(total - done));
-    if (!terminal_) {
-      const uint64_t tenth = done * 10 / total;
-      if (tenth == tenth_) return;
-      tenth_ = tenth;
-      std::fprintf(stderr, "encode %d0%%%s %s\n", static_cast<int>(tenth),
-                   left.c_str(), detail.c_str());
+    if (terminal_) {
+      bar_.Draw("encode", elapsed, done, total, "");
       return;
     }
-    // Often enough to look alive, rarely enough to cost nothing.
-    if (done != total && open_ && elapsed - drawn_ < 0.1) return;
-    drawn_ = elapsed;
-    constexpr uint64_t kWidth = 24;
-    const uint64_t filled = kWidth * done / total;
-    const std::string line = absl::StrCat("encode [", std::string(filled, '#'),
-                                          std::string(kWidth - filled, '.'),
-                                          "] ", done, "/", total, left);
-    std::fprintf(stderr, "\r\033[K%s", line.c_str());
-    std::fflush(stderr);
-    open_ = true;
+    const uint64_t tenth = done * 10 / total;
+    if (tenth == tenth_) return;
+    tenth_ = tenth;
+    std::fprintf(stderr, "encode %d0%%%s %s\n", static_cast<int>(tenth),
+                 RemainingTime(elapsed, done, total).c_str(), detail.c_str());
   }
 
-  void Clear() {
-    if (open_) std::fprintf(stderr, "\r\033[K");
-    open_ = false;
-  }
+  void Clear() { bar_.Clear(); }
 
  private:
   const bool terminal_ = isatty(STDERR_FILENO) != 0;
   const absl::Time begin_ = absl::Now();
   uint64_t tenth_ = 0;
-  double drawn_ = 0;  // seconds after the beginning
-  bool open_ = false;
+  ProgressBar bar_;
 };
 
 }  // namespace
