@@ -21,6 +21,9 @@
 namespace kiln {
 namespace {
 
+// Symbols of internal linkage else carry a random number and the process id.
+constexpr char kSymbolSeed[] = "-frandom-seed=kiln";
+
 // Types of nvrtc.h: results are an enum whose zero is success; programs are
 // opaque pointers.
 using NvrtcResult = int;
@@ -168,13 +171,11 @@ class NvrtcCompiler : public WorkerCompiler {
   void CompileProgram(NvrtcProgram program, const WorkerJob& job,
                       WorkerResult* result) const {
     std::vector<std::string> options = NvrtcFixedOptions();
+    if (absl::StartsWith(hello_.version, "12.")) {
+      std::erase(options, kSymbolSeed);  // unknown there
+    }
     options.push_back(
         absl::StrCat("--gpu-architecture=", job.target.ToString()));
-    // Symbols of internal linkage else carry a random number and the process
-    // id. NVRTC 12 does not know it; it moves names, never code.
-    if (!absl::StartsWith(hello_.version, "12.")) {
-      options.push_back("-frandom-seed=kiln");
-    }
     options.insert(options.end(), job.unit.options.begin(),
                    job.unit.options.end());
     std::vector<const char*> arguments;
@@ -294,6 +295,7 @@ std::vector<std::string> NvrtcFixedOptions() {
       "--no-source-include",
       // Registers, spills and stack of each kernel go to the log.
       "--ptxas-options=-v",
+      kSymbolSeed,
   };
 }
 

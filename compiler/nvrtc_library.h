@@ -28,7 +28,8 @@ absl::StatusOr<std::vector<FileIdentity>> NvrtcComponents(
 absl::StatusOr<std::unique_ptr<WorkerCompiler>> OpenNvrtc(
     const std::string& library);
 
-// Options that every compile gets, whatever the unit and the target.
+// Options that every compile gets, whatever the unit and the target; part of
+// the toolchain's identity. NVRTC 12 goes without -frandom-seed.
 std::vector<std::string> NvrtcFixedOptions();
 
 }  // namespace kiln
