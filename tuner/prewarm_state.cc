@@ -58,8 +58,7 @@ void Claims::Renew() {
 
 bool PrewarmState::Answers(const Plan& plan,
                            const TargetContext& context) const {
-  return plan.evidence.state == PlanState::kMeasured ||
-         context.profile.assumed || options.compile_only;
+  return plan.evidence.state == PlanState::kMeasured || OnlyPredicts(context);
 }
 
 std::string PrewarmState::WhyMissing(const Digest& key) const {

@@ -73,6 +73,11 @@ struct PrewarmState {
     return contexts[intervals[index].context];
   }
 
+  // No device takes part: plans are predicted.
+  bool OnlyPredicts(const TargetContext& context) const {
+    return options.compile_only || context.profile.assumed;
+  }
+
   // A stored plan answers unless it is only predicted and a device is here.
   bool Answers(const Plan& plan, const TargetContext& context) const;
 

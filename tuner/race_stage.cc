@@ -98,7 +98,7 @@ absl::Status RaceStage::MakeLanes(size_t context) {
 absl::Status RaceStage::Begin() {
   for (const size_t index : state_.missing) {
     const TargetContext& context = state_.ContextOf(index);
-    if (state_.options.compile_only || context.profile.assumed) continue;
+    if (state_.OnlyPredicts(context)) continue;
     RETURN_IF_ERROR(MakeLanes(state_.intervals[index].context));
     // Weights are made ahead only for GPUs: a processor compiles now.
     const bool ahead = context.target.backend == Backend::kCuda &&
@@ -146,9 +146,7 @@ absl::Status RaceStage::RunContext(size_t context) {
   for (const size_t index : state_.missing) {
     if (state_.intervals[index].context == context) open.push_back(index);
   }
-  const TargetContext& at = state_.contexts[context];
-  if (state_.options.compile_only || at.profile.assumed) {
-    // No device takes part.
+  if (state_.OnlyPredicts(state_.contexts[context])) {
     for (const size_t index : open) {
       ASSIGN_OR_RETURN(const bool settled, Settle(index));
       if (!settled) RETURN_IF_ERROR(Predict(index));
