@@ -768,8 +768,9 @@ class CacheTest(CliTest):
             worker = None
             while worker is None and run.poll() is None:
                 for pid in children(run.pid):
-                    # Well into its first program, the default's.
-                    if cpu_seconds(pid) >= 0.1:
+                    # Past its start and well into its first program, the
+                    # default's.
+                    if cpu_seconds(pid) >= 0.3:
                         worker = pid
                         os.kill(worker, signal.SIGSTOP)
                 time.sleep(0.005)
