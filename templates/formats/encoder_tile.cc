@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "compiler/base/check.h"
 
@@ -29,28 +30,24 @@ struct Simd;
 template <>
 struct Simd<4> {
   using Float = float __attribute__((vector_size(16)));
-  using Int = int32_t __attribute__((vector_size(16)));
 };
 
 template <>
 struct Simd<8> {
   using Float = float __attribute__((vector_size(32)));
-  using Int = int32_t __attribute__((vector_size(32)));
 };
 
 template <>
 struct Simd<16> {
   using Float = float __attribute__((vector_size(64)));
-  using Int = int32_t __attribute__((vector_size(64)));
 };
 
 // Lane i takes element i >> K.
-template <int K, size_t kLanes>
-constexpr std::array<int32_t, kLanes> kSpread = [] {
-  std::array<int32_t, kLanes> lanes{};
-  for (size_t i = 0; i < kLanes; ++i) lanes[i] = static_cast<int32_t>(i >> K);
-  return lanes;
-}();
+template <int K, typename Float, size_t... kLane>
+inline __attribute__((always_inline)) void Spread(
+    Float& row, std::index_sequence<kLane...>) {
+  row = __builtin_shufflevector(row, row, (kLane >> K)...);
+}
 
 // `values` lie in the order in which this reads them.
 template <int K, size_t kLanes>
@@ -58,7 +55,6 @@ inline __attribute__((always_inline)) void StepBody(const float* values,
                                                     const float* before,
                                                     float x, float* after) {
   using Float = typename Simd<kLanes>::Float;
-  using Int = typename Simd<kLanes>::Int;
   constexpr size_t kPrefixes = size_t{1} << (16 - K);
   constexpr size_t kBlock = kVectors * kLanes;
   for (size_t u = 0; u < kPrefixes; u += kBlock) {
@@ -78,9 +74,8 @@ inline __attribute__((always_inline)) void StepBody(const float* values,
         } else {
           Float row;
           std::memcpy(&row, from, sizeof(row));
-          Int spread;
-          std::memcpy(&spread, kSpread<K, kLanes>.data(), sizeof(spread));
-          cost += __builtin_shuffle(row, spread);
+          Spread<K>(row, std::make_index_sequence<kLanes>());
+          cost += row;
         }
         best[i] = cost < best[i] ? cost : best[i];
       }

@@ -143,7 +143,8 @@ TEST(BtxManifestTest, Row01RefusesOtherThanObjectsAndUnknownOrMissingKeys) {
   }
   EXPECT_THAT(With(Valid(), "/extra", 3),
               Refused("unknown key \"extra\"; known: "));
-  for (const auto& [key, value] : Valid().at("geometry").items()) {
+  const json geometry = Valid().at("geometry");
+  for (const auto& [key, value] : geometry.items()) {
     EXPECT_THAT(Without(Valid(), "/geometry", key), Refused(key));
   }
   for (const char* key : {"atom_row_alignment", "extent_alignment_slots"}) {
