@@ -75,10 +75,10 @@ const std::vector<Surroundings>& AllSurroundings() {
   return all;
 }
 
-// The result of one run in a child: 0 and "KEY BINARY" per job on the pipe, or
-// the failure.
+// The result of one run of the executable `compiler` from a child process: the
+// key and the binary's digest, or the failure.
 std::string CompileIn(
-    const Surroundings& how,
+    const Surroundings& how, std::string compiler,
     const std::function<absl::StatusOr<CompilerSetup>(const std::string&)>&
         probe,
     const SourceUnit& unit, const Target& target) {
@@ -90,7 +90,6 @@ std::string CompileIn(
   if (child == 0) {
     close(ends[0]);
     const auto run = [&]() -> std::string {
-      std::string compiler = CcCpuPath();
       if (how.moved_compiler) {
         const std::string moved = folder.File("a compiler");
         std::filesystem::copy_file(compiler, moved);
@@ -150,12 +149,13 @@ std::string CompileIn(
 }
 
 void ExpectSameEverywhere(
+    const std::string& compiler,
     const std::function<absl::StatusOr<CompilerSetup>(const std::string&)>&
         probe,
     const SourceUnit& unit, const Target& target) {
   std::string first;
   for (const Surroundings& how : AllSurroundings()) {
-    const std::string result = CompileIn(how, probe, unit, target);
+    const std::string result = CompileIn(how, compiler, probe, unit, target);
     EXPECT_EQ(result.substr(0, 4), "key ") << how.name;
     if (first.empty()) first = result;
     EXPECT_EQ(result, first) << how.name;
@@ -166,6 +166,7 @@ TEST(ReproducibleCompileTest, CpuProgramsHaveTheSameBytesEverywhere) {
   if (const std::string why = WhyNoCcCpu(); !why.empty()) GTEST_SKIP() << why;
   ASSERT_OK_AND_ASSIGN(const Target target, HostCpuTarget());
   ExpectSameEverywhere(
+      CcCpuPath(),
       [](const std::string& compiler) { return ProbeCcCpu(compiler); },
       SmallUnit(SmallGeometry(), SmallAssignment()), target);
 }
@@ -173,12 +174,12 @@ TEST(ReproducibleCompileTest, CpuProgramsHaveTheSameBytesEverywhere) {
 TEST(ReproducibleCompileTest, GpuProgramsHaveTheSameBytesEverywhere) {
   const std::string kiln = std::string(std::getenv("KILN_BIN_DIR")) + "/kiln";
   if (access(kiln.c_str(), X_OK) != 0) GTEST_SKIP() << kiln << " is not built";
-  const auto probe = [&](const std::string&) {
+  const auto probe = [](const std::string& worker) {
     NvrtcProbeOptions options;
-    options.worker = kiln;
+    options.worker = worker;
     return ProbeNvrtc(options);
   };
-  const absl::StatusOr<CompilerSetup> setup = probe("");
+  const absl::StatusOr<CompilerSetup> setup = probe(kiln);
   if (!setup.ok()) GTEST_SKIP() << setup.status();
   ASSERT_OK_AND_ASSIGN(const Target target, ParseTarget("sm_90a"));
   RequestGeometry geometry = SmallGeometry();
@@ -188,7 +189,7 @@ TEST(ReproducibleCompileTest, GpuProgramsHaveTheSameBytesEverywhere) {
   const PlannedCandidate& candidate = plan.candidates.at(0);
   const std::vector<SourceUnit> units = candidate.kernel_template->MakeUnits(
       geometry, target, candidate.body.assignment);
-  ExpectSameEverywhere(probe, units.at(0), target);
+  ExpectSameEverywhere(kiln, probe, units.at(0), target);
 }
 
 }  // namespace
