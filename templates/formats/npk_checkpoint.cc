@@ -85,7 +85,9 @@ absl::StatusOr<EncodedCheckpoint> EncodeNpkCheckpoint(
   for (const auto& [number, layer] : *layers) {
     metadata.layer = number;
     const std::string name = absl::StrCat("layer ", number);
-    const auto experts = [&](int64_t e) -> absl::StatusOr<RealExpert> {
+    // Named, because clang 14 captures no structured binding by itself.
+    const auto experts =
+        [&, &layer = layer](int64_t e) -> absl::StatusOr<RealExpert> {
       RealExpert expert;
       const std::array<std::vector<float>*, kProjections> matrices = {
           &expert.gate, &expert.up, &expert.down};
