@@ -55,15 +55,20 @@ std::optional<std::string> OtherWinner(const MeasuredPlan& plan) {
   return plan.evidence[*derived].label;
 }
 
+// The floor's columns are there where some interval has one.
 void AppendIntervals(const Group& group, std::string* out) {
+  const bool any_floor = std::ranges::any_of(
+      group.points,
+      [](const Point& point) { return point.floor.Seconds() > 0; });
   absl::StrAppend(
       out,
       "<h3>Intervals</h3>\n<div class=\"wide\"><table>\n<tr>"
       "<th class=\"n\">tokens</th><th>winner</th><th class=\"n\">median</th>"
       "<th class=\"n\">default</th><th class=\"n\">default loses by</th>"
-      "<th class=\"n\">next rival loses by</th>"
-      "<th class=\"n\">roofline floor</th><th>bound</th>"
-      "<th class=\"n\">floor / time</th>"
+      "<th class=\"n\">next rival loses by</th>",
+      any_floor ? "<th class=\"n\">roofline floor</th><th>bound</th>"
+                  "<th class=\"n\">floor / time</th>"
+                : "",
       "<th class=\"n\">noise floor</th><th class=\"n\">error</th>"
       "<th class=\"n\">samples</th><th class=\"n\">discarded</th>"
       "<th class=\"n\">candidates</th><th class=\"n\">left out</th>"
@@ -96,11 +101,16 @@ void AppendIntervals(const Group& group, std::string* out) {
         WinnerKey(point.winner), "</td>", Number(Time(point.median)),
         Number(has_default ? Time(point.default_median) : "–"),
         Number(has_default ? Percent(point.Ratio(point.default_median)) : "–"),
-        Number(Percent(next)), Number(has_floor ? Time(floor_ns) : "–"),
-        Cell(has_floor ? point.floor.Bound() : "–"),
-        Number(has_floor ? absl::StrFormat("%.2f", floor_ns / point.median)
-                         : "–"),
-        Number(absl::StrFormat("%.2f %%", 100 * evidence.noise_floor)),
+        Number(Percent(next)));
+    if (any_floor) {
+      absl::StrAppend(
+          out, Number(has_floor ? Time(floor_ns) : "–"),
+          Cell(has_floor ? point.floor.Bound() : "–"),
+          Number(has_floor ? absl::StrFormat("%.2f", floor_ns / point.median)
+                           : "–"));
+    }
+    absl::StrAppend(
+        out, Number(absl::StrFormat("%.2f %%", 100 * evidence.noise_floor)),
         Number(Error(evidence.worst_error)),
         Number(absl::StrCat(evidence.samples)),
         Number(absl::StrCat(evidence.discarded)),
@@ -130,8 +140,7 @@ void AppendReasons(const Group& group, absl::string_view title,
     absl::StrAppend(out, "<p class=\"soft\">None.</p>\n");
     return;
   }
-  absl::StrAppend(out, "<details><summary>",
-                  Count(rows.size(), "candidate and reason"),
+  absl::StrAppend(out, "<details><summary>", Count(rows.size(), "row"),
                   "</summary><div class=\"wide\"><table>\n<tr><th>reason</th>"
                   "<th>plan</th><th>at tokens</th></tr>\n");
   for (const auto& [what, intervals] : rows) {

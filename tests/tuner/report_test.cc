@@ -210,7 +210,9 @@ TEST(ReportTest, OverlappingIntervalsDoNotHideEachOther) {
 TEST(ReportTest, MeasuredCeilingsDrawFloors) {
   ReportInput input;
   input.plans = {MakeMeasuredPlan(1), MakeMeasuredPlan(2)};
-  EXPECT_THAT(RenderReport(input), Not(HasSubstr("class=\"floor\"")));
+  const std::string without = RenderReport(input);
+  EXPECT_THAT(without, Not(HasSubstr("class=\"floor\"")));
+  EXPECT_EQ(CountOf(without, ">roofline floor</th>"), 0u);
   Ceilings ceilings;
   ceilings.read_bytes_per_s = 1e12;
   ceilings.mma_flops_per_s = 1e15;
@@ -220,6 +222,7 @@ TEST(ReportTest, MeasuredCeilingsDrawFloors) {
   // The line through both intervals, and the one of the legend.
   EXPECT_EQ(CountOf(page, "<path class=\"floor\""), 1u);
   EXPECT_EQ(CountOf(page, "<line class=\"floor\""), 1u);
+  EXPECT_EQ(CountOf(page, ">roofline floor</th>"), 1u);
   EXPECT_EQ(CountOf(page, "<td>bytes</td>"), 2u);
   // Ceilings of another device are no floor of this one.
   input.ceilings.clear();
