@@ -70,9 +70,9 @@ void AppendIntervals(const Group& group, std::string* out) {
                   "<th class=\"n\">floor / time</th>"
                 : "",
       "<th class=\"n\">noise floor</th><th class=\"n\">error</th>"
-      "<th class=\"n\">samples</th><th class=\"n\">discarded</th>"
+      "<th class=\"n\">samples</th>"
       "<th class=\"n\">candidates</th><th class=\"n\">left out</th>"
-      "<th>samples replayed</th></tr>\n");
+      "<th>replayed</th></tr>\n");
   std::string notes;
   for (const Point& point : group.points) {
     const std::optional<std::string> other = OtherWinner(*point.plan);
@@ -112,12 +112,13 @@ void AppendIntervals(const Group& group, std::string* out) {
     absl::StrAppend(
         out, Number(absl::StrFormat("%.2f %%", 100 * evidence.noise_floor)),
         Number(Error(evidence.worst_error)),
-        Number(absl::StrCat(evidence.samples)),
-        Number(absl::StrCat(evidence.discarded)),
+        Number(evidence.discarded == 0
+                   ? absl::StrCat(evidence.samples)
+                   : absl::StrCat(evidence.samples, " (", evidence.discarded,
+                                  " discarded)")),
         Number(absl::StrCat(evidence.candidates)),
         Number(absl::StrCat(evidence.pruned)),
-        other.has_value() ? "<td class=\"bad\">another winner</td>"
-                          : "<td>same winner</td>",
+        other.has_value() ? "<td class=\"bad\">another</td>" : "<td>same</td>",
         "</tr>\n");
   }
   absl::StrAppend(out, "</table></div>\n", notes);
@@ -306,10 +307,9 @@ void AppendGuide(std::string* out) {
           "The noise floor is what two sets of samples of the same plan differ "
           "by. The default wins unless a rival beats it by more than %g %% "
           "and three noise floors; a rival that \"loses by\" less than 0 was "
-          "faster, "
-          "but not by that much.",
+          "faster, but not by that much.",
           100 * kSelectionMarginMin)),
-      " “Samples replayed” derives the winner once more from the stored "
+      " “Replayed” derives the winner once more from the stored "
       "samples.</p>\n<p>The roofline floor is the least time that the device's "
       "measured ceilings allow: the larger of reading all bytes once, and of "
       "decoding the weights of the experts that uniform routing is expected to "
