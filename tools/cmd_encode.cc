@@ -17,6 +17,7 @@
 #include "compiler/base/status_macros.h"
 #include "templates/formats/encoder_checkpoint.h"
 #include "templates/formats/npk_checkpoint.h"
+#include "tools/interrupt.h"
 #include "tools/progress_bar.h"
 
 namespace kiln {
@@ -80,6 +81,7 @@ class EncodeBar {
 
 absl::StatusOr<int> RunEncode(const GlobalOptions& global,
                               const EncodeCommand& command) {
+  RemoveUnfinishedFilesWhenInterrupted();
   const int threads =
       command.threads != 0
           ? command.threads

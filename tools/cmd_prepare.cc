@@ -15,6 +15,7 @@
 #include "templates/formats/npk_prepare.h"
 #include "templates/formats/prepare.h"
 #include "tools/cli.h"
+#include "tools/interrupt.h"
 
 namespace kiln {
 namespace {
@@ -47,6 +48,7 @@ absl::StatusOr<int> PrepareNpk(const GlobalOptions& global,
 
 absl::StatusOr<int> RunPrepare(const GlobalOptions& global,
                                const PrepareCommand& command) {
+  RemoveUnfinishedFilesWhenInterrupted();
   PrepareOptions options;
   options.layer = command.layer;
   const std::vector<std::string> parts =

@@ -8,9 +8,11 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 
 #include "absl/strings/str_cat.h"
 #include "compiler/base/status_macros.h"
+#include "compiler/base/unfinished_files.h"
 
 namespace kiln {
 namespace {
@@ -151,6 +153,8 @@ absl::Status PendingFile::Open(const std::string& path) {
   // Not mkostemp, which leaves the umask and default permissions out.
   constexpr int kAttempts = 100;
   static std::atomic<uint32_t> count{0};
+  UnfinishedFiles& unfinished = TheUnfinishedFiles();
+  const std::lock_guard<std::mutex> lock(unfinished.mutex);
   for (int attempt = 0; fd_ < 0 && attempt < kAttempts; ++attempt) {
     temporary_ = absl::StrCat(path_, ".tmp.", getpid(), ".", ++count);
     fd_ =
@@ -158,6 +162,7 @@ absl::Status PendingFile::Open(const std::string& path) {
     if (fd_ < 0 && errno != EEXIST) break;
   }
   if (fd_ < 0) return ErrnoStatus(errno, "cannot create", temporary_);
+  unfinished.files.insert(temporary_);
   if (replaces && fchmod(fd_, old.st_mode & 07777) != 0) {
     return ErrnoStatus(errno, "cannot set the mode of", temporary_);
   }
@@ -167,7 +172,10 @@ absl::Status PendingFile::Open(const std::string& path) {
 PendingFile::~PendingFile() {
   if (fd_ < 0) return;
   close(fd_);
+  UnfinishedFiles& unfinished = TheUnfinishedFiles();
+  const std::lock_guard<std::mutex> lock(unfinished.mutex);
   unlink(temporary_.c_str());
+  unfinished.files.erase(temporary_);
 }
 
 absl::Status PendingFile::Append(absl::string_view bytes) {
@@ -178,8 +186,13 @@ absl::Status PendingFile::Append(absl::string_view bytes) {
 absl::Status PendingFile::Commit() {
   RETURN_IF_ERROR(status_);
   if (fsync(fd_) != 0) return ErrnoStatus(errno, "cannot sync", temporary_);
-  if (rename(temporary_.c_str(), path_.c_str()) != 0) {
-    return ErrnoStatus(errno, "cannot replace", path_);
+  {
+    UnfinishedFiles& unfinished = TheUnfinishedFiles();
+    const std::lock_guard<std::mutex> lock(unfinished.mutex);
+    if (rename(temporary_.c_str(), path_.c_str()) != 0) {
+      return ErrnoStatus(errno, "cannot replace", path_);
+    }
+    unfinished.files.erase(temporary_);
   }
   // The temporary is gone; nothing was written since the sync.
   close(fd_);

@@ -1,7 +1,6 @@
 #include "compiler/spec/manifest.h"
 
 #include <algorithm>
-#include <initializer_list>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -10,144 +9,54 @@
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/spec/json_reader.h"
+#include "compiler/spec/object_reader.h"
 
 namespace kiln {
 namespace {
 
 constexpr absl::string_view kSchema = "kiln.model/1";
 
-// Reads the members of one object: each by name, then none may be left.
-class ObjectReader {
- public:
-  ObjectReader(absl::string_view file, const JsonNode& node,
-               absl::string_view what)
-      : file_(file), node_(node), what_(what) {}
-
-  // An object with no key but `known`. Comes before any key is read, so that a
-  // misspelt key is called unknown rather than missing.
-  absl::Status CheckKeys(std::initializer_list<absl::string_view> known) const {
-    if (node_.kind != JsonNode::Kind::kObject) {
-      return Error(node_, absl::StrCat(what_, " must be an object, found ",
-                                       JsonExcerpt(node_)));
-    }
-    for (const JsonNode::Member& member : node_.members) {
-      if (std::find(known.begin(), known.end(), member.key) == known.end()) {
-        return JsonError(
-            file_, member.line, member.column,
-            absl::StrCat("unknown key ", JsonQuote(member.key), " in ", what_,
-                         "; known: ", absl::StrJoin(known, ", ")));
-      }
-    }
-    return absl::OkStatus();
+// Text for people. With `ascii` also a key in a bundle, whose strings are
+// printable ASCII.
+absl::StatusOr<std::string> ParseName(const ObjectReader& reader, bool ascii) {
+  ASSIGN_OR_RETURN(const JsonNode* value,
+                   reader.Required("name", JsonNode::Kind::kString));
+  if (value->text.empty() || value->text.size() > kNameBytesMax) {
+    return reader.Error(*value,
+                        absl::StrCat("\"name\" has ", value->text.size(),
+                                     " bytes, must have 1..", kNameBytesMax));
   }
-
-  absl::StatusOr<const JsonNode*> Required(absl::string_view key,
-                                           JsonNode::Kind kind) {
-    const JsonNode* value = Optional(key);
-    if (value == nullptr) {
-      return Error(node_, absl::StrCat(what_, " lacks the key \"", key, "\""));
+  for (const char c : value->text) {
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7F) {
+      return reader.Refuse("name", *value,
+                           "must not contain control characters");
     }
-    if (value->kind != kind) {
-      return Error(*value,
-                   absl::StrCat("\"", key, "\" must be ", JsonKindName(kind),
-                                ", found ", JsonExcerpt(*value)));
+    if (ascii && static_cast<unsigned char>(c) > 0x7E) {
+      return reader.Refuse(
+          "name", *value, "must be printable ASCII: it names a bundle's entry");
     }
-    return value;
   }
+  return value->text;
+}
 
-  const JsonNode* Optional(absl::string_view key) const {
-    return node_.Find(key);
-  }
+// Channels of an axis that Hadamard transforms cover.
+absl::StatusOr<int64_t> ParseChannels(const ObjectReader& reader,
+                                      absl::string_view key, int64_t high) {
+  constexpr int64_t kBlock = 128;
+  ASSIGN_OR_RETURN(const int64_t value, reader.Integer(key, kBlock, high));
+  if (value % kBlock == 0) return value;
+  return reader.Refuse(key, *reader.Optional(key),
+                       "must be a multiple of 128 (the Hadamard block)");
+}
 
-  // An integer in [low, high] that `multiple` divides.
-  absl::StatusOr<int64_t> Integer(absl::string_view key, int64_t low,
-                                  int64_t high, int64_t multiple = 1) {
-    ASSIGN_OR_RETURN(const JsonNode* value,
-                     Required(key, JsonNode::Kind::kInteger));
-    return IntegerOf(*value, key, low, high, multiple);
-  }
-
-  absl::StatusOr<int64_t> IntegerOf(const JsonNode& value,
-                                    absl::string_view key, int64_t low,
-                                    int64_t high, int64_t multiple = 1) const {
-    if (value.kind != JsonNode::Kind::kInteger) {
-      return Error(value, absl::StrCat("\"", key, "\" must be an integer, ",
-                                       "found ", JsonExcerpt(value)));
-    }
-    if (value.integer < low || value.integer > high) {
-      return Error(value, absl::StrCat("\"", key, "\" is ", value.integer,
-                                       ", must be within ", low, "..", high));
-    }
-    if (value.integer % multiple != 0) {
-      return Error(value, absl::StrCat("\"", key, "\" is ", value.integer,
-                                       ", must be a multiple of ", multiple,
-                                       " (the Hadamard block)"));
-    }
-    return value.integer;
-  }
-
-  // One word of a list of (spelling, value) pairs.
-  template <typename T>
-  absl::StatusOr<T> Word(
-      absl::string_view key,
-      const std::vector<std::pair<absl::string_view, T>>& words) {
-    ASSIGN_OR_RETURN(const JsonNode* value,
-                     Required(key, JsonNode::Kind::kString));
-    for (const auto& [spelling, meaning] : words) {
-      if (spelling == value->text) return meaning;
-    }
-    const std::string known =
-        absl::StrJoin(words, ", ", [](std::string* out, const auto& word) {
-          absl::StrAppend(out, "\"", word.first, "\"");
-        });
-    return Error(*value, absl::StrCat("\"", key, "\" is ", JsonExcerpt(*value),
-                                      ", must be one of ", known));
-  }
-
-  // Text for people. With `ascii` also a key in a bundle, whose strings are
-  // printable ASCII.
-  absl::StatusOr<std::string> Name(absl::string_view key, bool ascii) {
-    ASSIGN_OR_RETURN(const JsonNode* value,
-                     Required(key, JsonNode::Kind::kString));
-    if (value->text.empty() || value->text.size() > kNameBytesMax) {
-      return Error(*value,
-                   absl::StrCat("\"", key, "\" has ", value->text.size(),
-                                " bytes, must have 1..", kNameBytesMax));
-    }
-    for (const char c : value->text) {
-      if (static_cast<unsigned char>(c) < 0x20 || c == 0x7F) {
-        return Error(*value,
-                     absl::StrCat("\"", key, "\" is ", JsonExcerpt(*value),
-                                  ", must not contain control "
-                                  "characters"));
-      }
-      if (ascii && static_cast<unsigned char>(c) > 0x7E) {
-        return Error(*value,
-                     absl::StrCat("\"", key, "\" is ", JsonExcerpt(*value),
-                                  ", must be printable ASCII: it names a "
-                                  "bundle's entry"));
-      }
-    }
-    return value->text;
-  }
-
-  absl::Status Error(const JsonNode& node, absl::string_view message) const {
-    return JsonError(file_, node, message);
-  }
-
- private:
-  absl::string_view file_;
-  const JsonNode& node_;
-  std::string what_;
-};
-
-absl::StatusOr<Bits> ParseBits(absl::string_view file, ObjectReader* weights) {
+absl::StatusOr<Bits> ParseBits(absl::string_view file,
+                               const ObjectReader& weights) {
   // K of every EXL3 codebook; see the format's rate table.
   constexpr int64_t kBitsMin = 1;
   constexpr int64_t kBitsMax = 8;
-  const JsonNode* node = weights->Optional("bits");
+  const JsonNode* node = weights.Optional("bits");
   if (node != nullptr && node->kind == JsonNode::Kind::kObject) {
-    ObjectReader reader(file, *node, "\"bits\"");
+    const ObjectReader reader(file, *node, "\"bits\"");
     RETURN_IF_ERROR(reader.CheckKeys({"gate", "up", "down"}));
     Bits bits;
     for (auto [key, field] : {std::pair{"gate", &bits.gate},
@@ -160,14 +69,14 @@ absl::StatusOr<Bits> ParseBits(absl::string_view file, ObjectReader* weights) {
     return bits;
   }
   ASSIGN_OR_RETURN(const int64_t value,
-                   weights->Integer("bits", kBitsMin, kBitsMax));
+                   weights.Integer("bits", kBitsMin, kBitsMax));
   const int bits = static_cast<int>(value);
   return Bits{.gate = bits, .up = bits, .down = bits};
 }
 
 absl::StatusOr<Weights> ParseWeights(absl::string_view file,
                                      const JsonNode& node) {
-  ObjectReader reader(file, node, "\"weights\"");
+  const ObjectReader reader(file, node, "\"weights\"");
   RETURN_IF_ERROR(reader.CheckKeys({"format", "codebook", "bits", "scales"}));
   Weights weights;
   ASSIGN_OR_RETURN(
@@ -178,7 +87,7 @@ absl::StatusOr<Weights> ParseWeights(absl::string_view file,
       reader.Word<Codebook>("codebook", {{"3inst", Codebook::k3Inst},
                                          {"mcg", Codebook::kMcg},
                                          {"mul1", Codebook::kMul1}}));
-  ASSIGN_OR_RETURN(weights.bits, ParseBits(file, &reader));
+  ASSIGN_OR_RETURN(weights.bits, ParseBits(file, reader));
   if (reader.Optional("scales") != nullptr) {
     ASSIGN_OR_RETURN(
         weights.shared_scales,
@@ -188,23 +97,23 @@ absl::StatusOr<Weights> ParseWeights(absl::string_view file,
 }
 
 // A count, or a list of ascending layer ids.
-absl::StatusOr<std::vector<int64_t>> ParseLayers(ObjectReader* reader) {
+absl::StatusOr<std::vector<int64_t>> ParseLayers(const ObjectReader& reader) {
   std::vector<int64_t> layers;
-  const JsonNode* node = reader->Optional("layers");
+  const JsonNode* node = reader.Optional("layers");
   if (node == nullptr || node->kind != JsonNode::Kind::kArray) {
     ASSIGN_OR_RETURN(const int64_t count,
-                     reader->Integer("layers", 1, kLayersMax));
+                     reader.Integer("layers", 1, kLayersMax));
     for (int64_t i = 0; i < count; ++i) layers.push_back(i);
     return layers;
   }
   if (node->items.empty()) {
-    return reader->Error(*node, "\"layers\" is empty, must name a layer");
+    return reader.Error(*node, "\"layers\" is empty, must name a layer");
   }
   for (const JsonNode& item : node->items) {
     ASSIGN_OR_RETURN(const int64_t layer,
-                     reader->IntegerOf(item, "layers", 0, kLayersMax - 1));
+                     reader.IntegerOf(item, "layers", 0, kLayersMax - 1));
     if (!layers.empty() && layer <= layers.back()) {
-      return reader->Error(
+      return reader.Error(
           item, absl::StrCat("\"layers\" has ", layer, " after ", layers.back(),
                              ", must ascend without repeats"));
     }
@@ -213,26 +122,27 @@ absl::StatusOr<std::vector<int64_t>> ParseLayers(ObjectReader* reader) {
   return layers;
 }
 
-absl::StatusOr<std::vector<uint32_t>> ParseCapacities(ObjectReader* reader) {
+absl::StatusOr<std::vector<uint32_t>> ParseCapacities(
+    const ObjectReader& reader) {
   ASSIGN_OR_RETURN(const JsonNode* node,
-                   reader->Required("capacities", JsonNode::Kind::kArray));
+                   reader.Required("capacities", JsonNode::Kind::kArray));
   if (node->items.empty() || node->items.size() > kCapacitiesMax) {
-    return reader->Error(
+    return reader.Error(
         *node, absl::StrCat("\"capacities\" has ", node->items.size(),
                             " entries, must have 1..", kCapacitiesMax));
   }
   std::vector<uint32_t> capacities;
   for (const JsonNode& item : node->items) {
     ASSIGN_OR_RETURN(const int64_t value,
-                     reader->IntegerOf(item, "capacities", 1, kCapacityMax));
+                     reader.IntegerOf(item, "capacities", 1, kCapacityMax));
     if (!capacities.empty() && value == capacities.back()) {
-      return reader->Error(
-          item, absl::StrCat("\"capacities\" has ", value, " twice"));
+      return reader.Error(item,
+                          absl::StrCat("\"capacities\" has ", value, " twice"));
     }
     if (!capacities.empty() && value < capacities.back()) {
-      return reader->Error(item,
-                           absl::StrCat("\"capacities\" has ", value, " after ",
-                                        capacities.back(), ", must ascend"));
+      return reader.Error(item,
+                          absl::StrCat("\"capacities\" has ", value, " after ",
+                                       capacities.back(), ", must ascend"));
     }
     capacities.push_back(static_cast<uint32_t>(value));
   }
@@ -241,21 +151,21 @@ absl::StatusOr<std::vector<uint32_t>> ParseCapacities(ObjectReader* reader) {
 
 absl::StatusOr<Request> ParseRequest(absl::string_view file,
                                      const JsonNode& node) {
-  ObjectReader reader(file, node, "request");
+  const ObjectReader reader(file, node, "request");
   RETURN_IF_ERROR(reader.CheckKeys(
       {"name", "op", "layers", "hidden", "intermediate", "experts", "top_k",
        "activation", "io_dtype", "id_dtype", "weights", "recipe", "capacities",
        "deterministic"}));
   Request request;
   RequestGeometry& geometry = request.geometry;
-  ASSIGN_OR_RETURN(request.name, reader.Name("name", true));
+  ASSIGN_OR_RETURN(request.name, ParseName(reader, true));
   ASSIGN_OR_RETURN(geometry.op,
                    reader.Word<Op>("op", {{"fused_moe", Op::kFusedMoe}}));
-  ASSIGN_OR_RETURN(request.layers, ParseLayers(&reader));
+  ASSIGN_OR_RETURN(request.layers, ParseLayers(reader));
   ASSIGN_OR_RETURN(geometry.hidden,
-                   reader.Integer("hidden", 128, kHiddenMax, 128));
+                   ParseChannels(reader, "hidden", kHiddenMax));
   ASSIGN_OR_RETURN(geometry.intermediate,
-                   reader.Integer("intermediate", 128, kIntermediateMax, 128));
+                   ParseChannels(reader, "intermediate", kIntermediateMax));
   ASSIGN_OR_RETURN(geometry.experts, reader.Integer("experts", 1, kExpertsMax));
   ASSIGN_OR_RETURN(geometry.top_k, reader.Integer("top_k", 1, kTopKMax));
   if (geometry.top_k > geometry.experts) {
@@ -278,11 +188,9 @@ absl::StatusOr<Request> ParseRequest(absl::string_view file,
   ASSIGN_OR_RETURN(geometry.weights, ParseWeights(file, *weights));
   ASSIGN_OR_RETURN(geometry.recipe,
                    reader.Word<Recipe>("recipe", {{"w4a16", Recipe::kW4A16}}));
-  ASSIGN_OR_RETURN(request.capacities, ParseCapacities(&reader));
+  ASSIGN_OR_RETURN(request.capacities, ParseCapacities(reader));
   if (reader.Optional("deterministic") != nullptr) {
-    ASSIGN_OR_RETURN(const JsonNode* value,
-                     reader.Required("deterministic", JsonNode::Kind::kBool));
-    geometry.deterministic = value->boolean;
+    ASSIGN_OR_RETURN(geometry.deterministic, reader.Bool("deterministic"));
   }
   return request;
 }
@@ -292,7 +200,7 @@ absl::StatusOr<Request> ParseRequest(absl::string_view file,
 absl::StatusOr<Manifest> ParseManifest(absl::string_view text,
                                        absl::string_view file) {
   ASSIGN_OR_RETURN(const JsonNode root, ParseJson(text, file));
-  ObjectReader reader(file, root, "manifest");
+  const ObjectReader reader(file, root, "manifest");
   // Before the keys: another schema may well have others.
   if (root.kind == JsonNode::Kind::kObject) {
     ASSIGN_OR_RETURN(const JsonNode* schema,
@@ -305,7 +213,7 @@ absl::StatusOr<Manifest> ParseManifest(absl::string_view text,
   }
   RETURN_IF_ERROR(reader.CheckKeys({"schema", "name", "requests"}));
   Manifest manifest;
-  ASSIGN_OR_RETURN(manifest.name, reader.Name("name", false));
+  ASSIGN_OR_RETURN(manifest.name, ParseName(reader, false));
   ASSIGN_OR_RETURN(const JsonNode* requests,
                    reader.Required("requests", JsonNode::Kind::kArray));
   if (requests->items.empty() || requests->items.size() > kRequestsMax) {

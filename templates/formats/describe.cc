@@ -2,9 +2,13 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "compiler/base/file_util.h"
@@ -36,6 +40,14 @@ std::vector<uint32_t> Capacities() {
   std::vector<uint32_t> capacities;
   for (uint32_t c = 1; c <= kCapacityLast; c *= 2) capacities.push_back(c);
   return capacities;
+}
+
+std::string ConfigPath(const std::string& folder) {
+  return absl::StrCat(folder, "/config.json");
+}
+
+absl::StatusOr<std::string> ReadConfigText(const std::string& folder) {
+  return ReadFile(ConfigPath(folder), kModelConfigBytesMax);
 }
 
 // Requests of the checkpoint's layers, without the folder in messages.
@@ -79,9 +91,59 @@ absl::StatusOr<std::vector<Request>> MakeRequests(const Checkpoint& checkpoint,
   return requests;
 }
 
+// The layer in a tensor's name, "...layers.<n>...".
+std::optional<int64_t> LayerOf(absl::string_view name) {
+  constexpr absl::string_view kLayers = "layers.";
+  const size_t at = name.find(kLayers);
+  if (at == absl::string_view::npos) return std::nullopt;
+  absl::string_view rest = name.substr(at + kLayers.size());
+  rest = rest.substr(0, rest.find('.'));
+  int64_t layer = 0;
+  if (!absl::SimpleAtoi(rest, &layer)) return std::nullopt;
+  return layer;
+}
+
+// Of a model that is not served, the first tensor that the refusal is about:
+// that of a routed expert, else a quantised matrix, else any matrix; of the
+// first layer, and there by name. Empty where there is none.
+std::string FirstTensorConcerned(const Checkpoint& checkpoint) {
+  std::optional<std::tuple<int, int64_t, absl::string_view>> first;
+  for (const SafetensorsFile& shard : checkpoint.shards()) {
+    for (const SafetensorsTensor& tensor : shard.header().tensors()) {
+      const std::optional<int64_t> layer = LayerOf(tensor.name);
+      if (!layer.has_value()) continue;
+      const int kind = absl::StrContains(tensor.name, ".experts.") ? 0
+                       : absl::EndsWith(tensor.name, ".trellis")   ? 1
+                       : tensor.rank == 2                          ? 2
+                                                                   : 3;
+      if (kind == 3) continue;
+      const std::tuple place = {kind, *layer, tensor.name};
+      if (!first.has_value() || place < *first) first = place;
+    }
+  }
+  return first.has_value() ? QuoteTensorName(std::get<2>(*first)) : "";
+}
+
+// Of a refusal by the configuration: adds the first tensor concerned. What is
+// wrong with the tensors themselves does not matter then.
+absl::Status AddFirstTensor(const absl::Status& refusal,
+                            const std::string& folder) {
+  if (!absl::IsFailedPrecondition(refusal)) return refusal;
+  const absl::StatusOr<Checkpoint> checkpoint = Checkpoint::Open(folder);
+  if (!checkpoint.ok()) return refusal;
+  const std::string tensor = FirstTensorConcerned(*checkpoint);
+  if (tensor.empty()) return refusal;
+  return absl::FailedPreconditionError(absl::StrCat(
+      refusal.message(), "; the first tensor concerned is ", tensor));
+}
+
 absl::StatusOr<std::vector<Request>> DescribeExl3(const std::string& folder,
                                                   int64_t ranks) {
-  ASSIGN_OR_RETURN(const ModelConfig config, ReadModelConfig(folder));
+  ASSIGN_OR_RETURN(const std::string text, ReadConfigText(folder));
+  const absl::StatusOr<ModelConfig> parsed =
+      ParseModelConfig(text, ConfigPath(folder));
+  if (!parsed.ok()) return AddFirstTensor(parsed.status(), folder);
+  const ModelConfig& config = *parsed;
   absl::StatusOr<int64_t> intermediate =
       IntermediatePerRank(config.intermediate, ranks);
   if (!intermediate.ok()) return Annotate(intermediate.status(), folder);
@@ -193,10 +255,8 @@ absl::StatusOr<std::vector<Request>> DescribeLayers(const std::string& folder,
 
 absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& folder,
                                             Quantization quantization) {
-  const std::string path = absl::StrCat(folder, "/config.json");
-  ASSIGN_OR_RETURN(const std::string text,
-                   ReadFile(path, kModelConfigBytesMax));
-  return ParseModelConfig(text, path, quantization);
+  ASSIGN_OR_RETURN(const std::string text, ReadConfigText(folder));
+  return ParseModelConfig(text, ConfigPath(folder), quantization);
 }
 
 absl::StatusOr<int64_t> IntermediatePerRank(int64_t intermediate,

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <filesystem>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -14,6 +13,7 @@
 #include "compiler/base/as_text.h"
 #include "compiler/base/check.h"
 #include "compiler/base/file_util.h"
+#include "compiler/base/pending_folder.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/spec/json_reader.h"
 #include "device/half.h"
@@ -116,17 +116,17 @@ class CheckpointEncoder {
         ".weight\""));
   }
 
-  absl::StatusOr<EncodedCheckpoint> Write(const std::string& output) {
+  absl::StatusOr<EncodedCheckpoint> Write(PendingFolder* output) {
     std::map<std::string, std::string> weight_map;
     for (size_t i = 0; i < shards_.size(); ++i) {
       const std::string& input = checkpoint_->shards()[i].path();
       const std::string name = input.substr(input.rfind('/') + 1);
-      RETURN_IF_ERROR(WriteShard(shards_[i], absl::StrCat(output, "/", name),
-                                 name, &weight_map));
+      RETURN_IF_ERROR(
+          WriteShard(shards_[i], output->At(name), name, &weight_map));
     }
     result_.relative_error = energy_ > 0 ? squared_error_ / energy_ : 0;
     if (shards_.size() > 1) {
-      RETURN_IF_ERROR(WriteIndex(output, weight_map));
+      RETURN_IF_ERROR(WriteIndex(output->At(kIndexName), weight_map));
     }
     return result_;
   }
@@ -263,7 +263,7 @@ class CheckpointEncoder {
   }
 
   absl::Status WriteIndex(
-      const std::string& output,
+      const std::string& path,
       const std::map<std::string, std::string>& weight_map) const {
     std::string text =
         absl::StrCat("{\n  \"metadata\": {\"total_size\": ", result_.bytes,
@@ -275,7 +275,7 @@ class CheckpointEncoder {
       before = ",\n";
     }
     text += "\n  }\n}\n";
-    return WriteFileAtomically(absl::StrCat(output, "/", kIndexName), text);
+    return WriteFileAtomically(path, text);
   }
 
   const EncodeOptions& options_;
@@ -347,17 +347,6 @@ absl::StatusOr<std::vector<float>> ReadReals(const SafetensorsTensor& tensor,
   return values;
 }
 
-absl::Status MakeEmptyFolder(const std::string& path) {
-  RETURN_IF_ERROR(MakeDirectories(path));
-  std::error_code error;
-  if (!std::filesystem::is_empty(path, error) || error) {
-    // Shards and indexes of something else would become part of the result.
-    return absl::InvalidArgumentError(
-        absl::StrCat(path, ": must be an empty folder, or a new one"));
-  }
-  return absl::OkStatus();
-}
-
 absl::StatusOr<EncodedCheckpoint> EncodeCheckpoint(
     const std::string& folder, const std::string& output,
     const EncodeOptions& options) {
@@ -373,11 +362,12 @@ absl::StatusOr<EncodedCheckpoint> EncodeCheckpoint(
   if (absl::Status status = encoder.Plan(); !status.ok()) {
     return Annotate(status, folder);
   }
-  RETURN_IF_ERROR(MakeEmptyFolder(output));
-  ASSIGN_OR_RETURN(const EncodedCheckpoint encoded, encoder.Write(output));
+  PendingFolder pending(output);
+  RETURN_IF_ERROR(pending.status());
+  ASSIGN_OR_RETURN(const EncodedCheckpoint encoded, encoder.Write(&pending));
   // Last: a folder with a configuration is a whole checkpoint.
-  RETURN_IF_ERROR(
-      WriteFileAtomically(absl::StrCat(output, "/config.json"), config_text));
+  RETURN_IF_ERROR(WriteFileAtomically(pending.At("config.json"), config_text));
+  pending.Commit();
   return encoded;
 }
 

@@ -56,10 +56,6 @@ absl::StatusOr<EncodedCheckpoint> EncodeCheckpoint(
     const std::string& folder, const std::string& output,
     const EncodeOptions& options);
 
-// Makes a folder to write into, or takes an empty one.
-//   Errors: InvalidArgument where it holds something.
-absl::Status MakeEmptyFolder(const std::string& path);
-
 // A routed expert's matrix [out][in] of real numbers.
 struct RealMatrix {
   ExpertTensorName name;

@@ -114,9 +114,9 @@ absl::Status AddToExl3Group(absl::string_view suffix,
     return Refuse(tensor, "is of an obsolete form of EXL3 that is not read");
   }
   if (suffix == "weight") {
-    return Refuse(tensor, absl::StrCat("is ", tensor.TypeAndShape(),
-                                       ", not an EXL3 group: only trellis ",
-                                       "weights are served"));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "tensor ", QuoteTensorName(tensor.name), " is ", tensor.TypeAndShape(),
+        ", not an EXL3 group: only trellis weights are served"));
   }
   return Refuse(
       tensor,

@@ -51,7 +51,8 @@ struct Exl3Matrix {
 };
 
 // Puts the tensor `<key>.<suffix>` into its group.
-//   Errors: InvalidArgument for a suffix that EXL3 does not have.
+//   Errors: InvalidArgument for a suffix that EXL3 does not have;
+//   FailedPrecondition for a plain ".weight".
 absl::Status AddToExl3Group(absl::string_view suffix,
                             const SafetensorsTensor& tensor, Exl3Group* group);
 

@@ -135,6 +135,10 @@ absl::StatusOr<absl::string_view> JsonScanner::Value() {
   if (i > text_.size()) return Error("string without an end");
   const absl::string_view value = text_.substr(begin, i - begin);
   if (value.empty()) return Error("expected a value");
+  if (value.size() > kScannedValueBytesMax) {
+    return Error(absl::StrCat("a value of ", value.size(), " bytes, at most ",
+                              kScannedValueBytesMax, " are read here"));
+  }
   // In brackets, it is as deep as it is in the text, and what only a whole text
   // may begin with, a byte order mark, is refused.
   const absl::StatusOr<JsonNode> node =

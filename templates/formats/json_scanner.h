@@ -16,6 +16,10 @@
 
 namespace kiln {
 
+// Notes of a file's writer. Checking one builds a tree, whose nodes take far
+// more memory than their text.
+inline constexpr uint64_t kScannedValueBytesMax = 1u << 20;
+
 // Borrows the text. Whatever a sequence of its calls accepts up to AtEnd is
 // also accepted by ParseJson. Errors are InvalidArgument and name the byte.
 class JsonScanner {
@@ -35,7 +39,8 @@ class JsonScanner {
   // An integer of 0..2^63-1 without sign, fraction or exponent.
   absl::StatusOr<uint64_t> Unsigned();
 
-  // The text of any value, checked by ParseJson.
+  // The text of any value of at most kScannedValueBytesMax, checked by
+  // ParseJson.
   absl::StatusOr<absl::string_view> Value();
 
   // True when only white space is left.

@@ -8,6 +8,7 @@
 #include "compiler/base/status_macros.h"
 #include "compiler/spec/json_reader.h"
 #include "compiler/spec/manifest.h"
+#include "compiler/spec/object_reader.h"
 
 namespace kiln {
 namespace {
@@ -54,52 +55,14 @@ constexpr Family kFamilies[] = {
 constexpr absl::string_view kExpertCountKeys[] = {
     "num_experts", "num_local_experts", "n_routed_experts"};
 
-class ConfigReader {
- public:
-  ConfigReader(absl::string_view file, const JsonNode& node)
-      : file_(file), node_(node) {}
-
-  absl::Status Error(const JsonNode& node, absl::string_view message) const {
-    return JsonError(file_, node, message);
-  }
-
-  absl::StatusOr<const JsonNode*> Required(absl::string_view key,
-                                           JsonNode::Kind kind) const {
-    const JsonNode* value = node_.Find(key);
-    if (value == nullptr) {
-      return Error(node_, absl::StrCat("lacks the key \"", key, "\""));
-    }
-    if (value->kind != kind) {
-      return Error(*value,
-                   absl::StrCat("\"", key, "\" must be ", JsonKindName(kind),
-                                ", found ", JsonExcerpt(*value)));
-    }
-    return value;
-  }
-
-  absl::StatusOr<int64_t> Integer(absl::string_view key, int64_t low,
-                                  int64_t high) const {
-    ASSIGN_OR_RETURN(const JsonNode* value,
-                     Required(key, JsonNode::Kind::kInteger));
-    if (value->integer < low || value->integer > high) {
-      return Error(*value, absl::StrCat("\"", key, "\" is ", value->integer,
-                                        ", must be within ", low, "..", high));
-    }
-    return value->integer;
-  }
-
-  // As Integer, `absent` where the key is missing or null.
-  absl::StatusOr<int64_t> IntegerOr(absl::string_view key, int64_t absent,
-                                    int64_t low, int64_t high) const {
-    const JsonNode* value = node_.Find(key);
-    if (value == nullptr || value->kind == JsonNode::Kind::kNull) return absent;
-    return Integer(key, low, high);
-  }
-
- private:
-  absl::string_view file_;
-  const JsonNode& node_;
-};
+// As ObjectReader::Integer, `absent` where the key is missing or null.
+absl::StatusOr<int64_t> IntegerOr(const ObjectReader& reader,
+                                  absl::string_view key, int64_t absent,
+                                  int64_t low, int64_t high) {
+  const JsonNode* value = reader.Optional(key);
+  if (value == nullptr || value->kind == JsonNode::Kind::kNull) return absent;
+  return reader.Integer(key, low, high);
+}
 
 absl::Status NotServed(absl::string_view file, absl::string_view reason) {
   return absl::FailedPreconditionError(absl::StrCat(file, ": ", reason));
@@ -113,9 +76,16 @@ absl::StatusOr<const Family*> FindFamily(absl::string_view file,
   }
   const std::string named = absl::StrCat("model_type ", JsonQuote(model_type));
   if (model_type == "gpt_oss") {
-    return NotServed(file, absl::StrCat(named,
-                                        " has experts with a clamped SwiGLU "
-                                        "and biases; only silu is served"));
+    // "hidden_act" says silu there; its experts compute something else.
+    const JsonNode* limit = node.Find("swiglu_limit");
+    return NotServed(
+        file,
+        absl::StrCat(
+            named, " has experts that compute (up + 1) gate / (1 + exp(-1.702 ",
+            "gate)) with gate and up clamped at ",
+            limit == nullptr ? "7" : JsonExcerpt(*limit),
+            ", and that add biases; templates of this build compute silu, ",
+            "without a limit and without biases"));
   }
   const bool has_experts = std::any_of(
       std::begin(kExpertCountKeys), std::end(kExpertCountKeys),
@@ -139,7 +109,7 @@ absl::StatusOr<const Family*> FindFamily(absl::string_view file,
 }
 
 // The layers with experts among `count`.
-absl::StatusOr<std::vector<int64_t>> MoeLayers(const ConfigReader& reader,
+absl::StatusOr<std::vector<int64_t>> MoeLayers(const ObjectReader& reader,
                                                const JsonNode& node,
                                                LayerRule rule, int64_t count) {
   int64_t first = 0;
@@ -147,12 +117,12 @@ absl::StatusOr<std::vector<int64_t>> MoeLayers(const ConfigReader& reader,
   std::vector<int64_t> dense;
   if (rule == LayerRule::kFirstDense) {
     ASSIGN_OR_RETURN(first,
-                     reader.IntegerOr("first_k_dense_replace", 0, 0, count));
+                     IntegerOr(reader, "first_k_dense_replace", 0, 0, count));
     ASSIGN_OR_RETURN(step,
-                     reader.IntegerOr("moe_layer_freq", 1, 1, kLayersMax));
+                     IntegerOr(reader, "moe_layer_freq", 1, 1, kLayersMax));
   } else if (rule == LayerRule::kSparseStep) {
-    ASSIGN_OR_RETURN(step,
-                     reader.IntegerOr("decoder_sparse_step", 1, 1, kLayersMax));
+    ASSIGN_OR_RETURN(
+        step, IntegerOr(reader, "decoder_sparse_step", 1, 1, kLayersMax));
     const JsonNode* list = node.Find("mlp_only_layers");
     if (list != nullptr && list->kind != JsonNode::Kind::kNull) {
       if (list->kind != JsonNode::Kind::kArray) {
@@ -208,7 +178,10 @@ absl::Status ReadQuantization(absl::string_view file, const JsonNode& root,
   if (node == nullptr || node->kind == JsonNode::Kind::kNull) {
     return absl::OkStatus();
   }
-  ConfigReader reader(file, *node);
+  const ObjectReader reader(file, *node, "\"quantization_config\"");
+  if (node->kind != JsonNode::Kind::kObject) {
+    return reader.Refuse("quantization_config", *node, "must be an object");
+  }
   ASSIGN_OR_RETURN(const JsonNode* method,
                    reader.Required("quant_method", JsonNode::Kind::kString));
   if (method->text != "exl3") {
@@ -216,18 +189,12 @@ absl::Status ReadQuantization(absl::string_view file, const JsonNode& root,
                      absl::StrCat("\"quant_method\" is ", JsonExcerpt(*method),
                                   ", only \"exl3\" is served"));
   }
-  if (node->Find("codebook") == nullptr) return absl::OkStatus();
-  ASSIGN_OR_RETURN(const JsonNode* codebook,
-                   reader.Required("codebook", JsonNode::Kind::kString));
-  for (const Codebook known :
-       {Codebook::k3Inst, Codebook::kMcg, Codebook::kMul1}) {
-    if (codebook->text == CodebookName(known)) config->codebook = known;
-  }
-  if (!config->codebook.has_value()) {
-    return reader.Error(*codebook,
-                        absl::StrCat("\"codebook\" is ", JsonExcerpt(*codebook),
-                                     ", must be one of 3inst, mcg, mul1"));
-  }
+  if (reader.Optional("codebook") == nullptr) return absl::OkStatus();
+  ASSIGN_OR_RETURN(
+      config->codebook,
+      reader.Word<Codebook>("codebook", {{"3inst", Codebook::k3Inst},
+                                         {"mcg", Codebook::kMcg},
+                                         {"mul1", Codebook::kMul1}}));
   return absl::OkStatus();
 }
 
@@ -246,7 +213,7 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
   const JsonNode& node =
       nested != nullptr && nested->kind == JsonNode::Kind::kObject ? *nested
                                                                    : root;
-  ConfigReader reader(file, node);
+  const ObjectReader reader(file, node, "configuration");
   ModelConfig config;
   ASSIGN_OR_RETURN(const JsonNode* type,
                    reader.Required("model_type", JsonNode::Kind::kString));
@@ -284,7 +251,7 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
                    MoeLayers(reader, node, family->rule, count));
   ASSIGN_OR_RETURN(
       const int64_t extra,
-      reader.IntegerOr("num_nextn_predict_layers", 0, 0, kLayersMax - count));
+      IntegerOr(reader, "num_nextn_predict_layers", 0, 0, kLayersMax - count));
   for (int64_t i = 0; i < extra; ++i) config.extra_layers.push_back(count + i);
   return config;
 }

@@ -16,7 +16,8 @@
 
 namespace kiln {
 
-inline constexpr uint64_t kModelConfigBytesMax = 16u << 20;
+// A tree of it takes up to a hundred times its bytes.
+inline constexpr uint64_t kModelConfigBytesMax = 4u << 20;
 
 // Gate, up and down, in this order everywhere below.
 inline constexpr size_t kProjections = 3;

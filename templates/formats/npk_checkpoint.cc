@@ -1,12 +1,11 @@
 #include "templates/formats/npk_checkpoint.h"
 
 #include <array>
-#include <filesystem>
 #include <map>
 #include <mutex>
 
 #include "absl/strings/str_cat.h"
-#include "compiler/base/file_util.h"
+#include "compiler/base/pending_folder.h"
 #include "compiler/base/status_macros.h"
 #include "templates/formats/checkpoint.h"
 #include "templates/formats/describe.h"
@@ -60,7 +59,8 @@ absl::StatusOr<EncodedCheckpoint> EncodeNpkCheckpoint(
   ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::Open(folder));
   const auto layers = FindLayers(checkpoint, config);
   if (!layers.ok()) return Annotate(layers.status(), folder);
-  RETURN_IF_ERROR(MakeEmptyFolder(output));
+  PendingFolder pending(output);
+  RETURN_IF_ERROR(pending.status());
 
   EncodedCheckpoint result;
   const auto each = static_cast<uint64_t>(config.hidden * config.intermediate);
@@ -85,6 +85,9 @@ absl::StatusOr<EncodedCheckpoint> EncodeNpkCheckpoint(
   for (const auto& [number, layer] : *layers) {
     metadata.layer = number;
     const std::string name = absl::StrCat("layer ", number);
+    for (int64_t rank = 0; rank < options.ranks; ++rank) {
+      pending.At(NpkFileName(number, rank, options.ranks));
+    }
     // Named, because clang 14 captures no structured binding by itself.
     const auto experts =
         [&, &layer = layer](int64_t e) -> absl::StatusOr<RealExpert> {
@@ -121,6 +124,7 @@ absl::StatusOr<EncodedCheckpoint> EncodeNpkCheckpoint(
     }
   }
   result.relative_error = energy > 0 ? squared_error / energy : 0;
+  pending.Commit();
   return result;
 }
 

@@ -26,6 +26,12 @@ absl::Status Refuse(absl::string_view tensor, absl::string_view rule) {
       absl::StrCat("tensor ", QuoteTensorName(tensor), " ", rule));
 }
 
+// Of a checkpoint without a fault that no template serves.
+absl::Status NotServed(absl::string_view tensor, absl::string_view rule) {
+  return absl::FailedPreconditionError(
+      absl::StrCat("tensor ", QuoteTensorName(tensor), " ", rule));
+}
+
 // Takes "<digits>." from the front of `text`, a number below 2^31 without
 // leading zeros.
 std::optional<int64_t> TakeNumber(absl::string_view* text) {
@@ -52,10 +58,10 @@ uint64_t GroupOf(int64_t layer, int64_t expert, size_t projection) {
 absl::Status Disagree(const Exl3Matrix& matrix, absl::string_view found,
                       const Exl3Matrix& first, absl::string_view wanted,
                       absl::string_view rule) {
-  return Refuse(matrix.tensors.trellis->name,
-                absl::StrCat("has ", found, ", but tensor ",
-                             QuoteTensorName(first.tensors.trellis->name),
-                             " of the same layer has ", wanted, "; ", rule));
+  return NotServed(matrix.tensors.trellis->name,
+                   absl::StrCat("has ", found, ", but tensor ",
+                                QuoteTensorName(first.tensors.trellis->name),
+                                " of the same layer has ", wanted, "; ", rule));
 }
 
 }  // namespace
@@ -99,10 +105,10 @@ absl::StatusOr<std::optional<ExpertTensorName>> ParseExpertTensorName(
   absl::string_view rest = name.substr(at + block.size());
   const std::optional<int64_t> expert = TakeNumber(&rest);
   if (!expert.has_value()) {
-    return Refuse(name, absl::StrCat("must go on with an expert's number after "
-                                     "\"",
-                                     config.naming.block,
-                                     ".\"; stacked experts are not served"));
+    return NotServed(name,
+                     absl::StrCat("must go on with an expert's number after \"",
+                                  config.naming.block,
+                                  ".\"; stacked experts are not served"));
   }
   if (*expert >= config.experts) {
     return Refuse(name,
@@ -195,8 +201,8 @@ absl::StatusOr<RoutedLayer> RoutedExperts::Layer(int64_t layer) const {
                          "], must be [", in, ", ", out, "] by config.json"));
       }
       if (matrix.tensors.bias != nullptr) {
-        return Refuse(matrix.tensors.bias->name,
-                      "is a bias; fused_moe adds none");
+        return NotServed(matrix.tensors.bias->name,
+                         "is a bias; fused_moe adds none");
       }
       const Exl3Matrix& first = result.experts[0][0];
       if (matrix.codebook != first.codebook) {
@@ -215,10 +221,14 @@ absl::StatusOr<RoutedLayer> RoutedExperts::Layer(int64_t layer) const {
   }
   const ExpertMatrices& first = result.experts[0];
   if (config_.codebook.has_value() && *config_.codebook != first[0].codebook) {
+    const Exl3Group& group = first[0].tensors;
+    const bool marked = group.mcg != nullptr || group.mul1 != nullptr;
     return Refuse(
-        first[0].tensors.trellis->name,
-        absl::StrCat("has codebook ", CodebookName(first[0].codebook),
-                     " by its markers, but \"quantization_config\" says ",
+        group.trellis->name,
+        absl::StrCat(marked ? "has by its marker the codebook "
+                            : "has no marker beside it, which means codebook ",
+                     CodebookName(first[0].codebook),
+                     ", but \"quantization_config\" says ",
                      CodebookName(*config_.codebook)));
   }
   result.codebook = first[0].codebook;

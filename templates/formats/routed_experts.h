@@ -31,7 +31,8 @@ struct ExpertTensorName {
 };
 
 // Reads a tensor's name; nothing when it is not a routed expert's.
-//   Errors: InvalidArgument for a name that says it is one and fits no rule.
+//   Errors: InvalidArgument for a name that says it is one and fits no rule;
+//   FailedPrecondition for stacked experts.
 absl::StatusOr<std::optional<ExpertTensorName>> ParseExpertTensorName(
     absl::string_view name, const ModelConfig& config);
 
@@ -51,7 +52,8 @@ class RoutedExperts {
  public:
   // Collects every tensor whose name says that it is part of a routed expert.
   //   Errors: InvalidArgument for a name that says so and fits no rule: an
-  //   unknown prefix, layer, expert, projection or part of a group.
+  //   unknown prefix, layer, expert, projection or part of a group;
+  //   FailedPrecondition for stacked or plain weights.
   static absl::StatusOr<RoutedExperts> Find(const Checkpoint& checkpoint,
                                             const ModelConfig& config);
 
@@ -60,7 +62,9 @@ class RoutedExperts {
 
   // Checks all groups of one layer: complete, of the configured geometry, one
   // codebook for the layer, one rate for each projection. Reads no tensor.
-  //   Errors: InvalidArgument, naming the first tensor that is wrong.
+  //   Errors: InvalidArgument, naming the first tensor that is wrong;
+  //   FailedPrecondition, naming the first that no template serves: experts of
+  //   mixed rates or codebooks, a bias.
   absl::StatusOr<RoutedLayer> Layer(int64_t layer) const;
 
  private:

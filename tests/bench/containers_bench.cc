@@ -9,8 +9,10 @@
 
 #include "compiler/base/check.h"
 #include "templates/formats/btx_layer.h"
+#include "templates/formats/describe.h"
 #include "templates/formats/qsrt_layer.h"
 #include "tests/support/btx_writer.h"
+#include "tests/support/checkpoint_writer.h"
 #include "tests/support/qsrt_writer.h"
 
 namespace kiln {
@@ -97,6 +99,18 @@ void ValidateQsrt(benchmark::State& state) {
 }
 
 BENCHMARK(ValidateQsrt)->Unit(benchmark::kMillisecond);
+
+// The manifest of a checkpoint of 100 shards, from its headers.
+void DescribeHundredShards(benchmark::State& state) {
+  static TestFolder& folder = *[] {
+    auto* made = new TestFolder;
+    testing::WriteLargeCheckpoint(*made);
+    return made;
+  }();
+  for (auto _ : state) KILN_CHECK(DescribeCheckpoint(folder.path(), {}).ok());
+}
+
+BENCHMARK(DescribeHundredShards)->Unit(benchmark::kMillisecond);
 
 // The native tensors of the whole layer, without writing them.
 void StreamBtxUniform(benchmark::State& state) {

@@ -1,4 +1,4 @@
-// The corpora of btx_fuzz and qsrt_fuzz are valid layers: from refused ones
+// The corpora of the fuzz targets of layers are valid layers: from refused ones
 // alone a fuzzer would never reach the code behind the checks.
 
 #include <gtest/gtest.h>
@@ -7,6 +7,9 @@
 #include <iterator>
 
 #include "templates/formats/btx_layer.h"
+#include "templates/formats/describe.h"
+#include "templates/formats/npk_import.h"
+#include "templates/formats/prepare.h"
 #include "templates/formats/qsrt_layer.h"
 #include "tests/fuzz/layer_checks.h"
 #include "tests/fuzz/memory_file.h"
@@ -63,6 +66,29 @@ TEST(LayerCorpusTest, EveryQsrtFileIsReadToItsEnd) {
     EXPECT_EQ(source.ok(), std::string(name) != "x4t") << source.status();
     if (source.ok()) testing::CheckStreams(source->get());
   }
+}
+
+TEST(LayerCorpusTest, EveryExl3FileIsDescribedAndPrepared) {
+  for (const char* name : {"mcg", "legacy_3inst", "mixtral_mul1"}) {
+    SCOPED_TRACE(name);
+    const std::string input = CorpusFile(std::string("exl3/") + name);
+    const size_t line = input.find('\n');
+    std::string bytes;
+    ASSERT_TRUE(testing::MakeLayerFile(input.substr(line + 1), 0, &bytes));
+    const testing::TestFolder folder;
+    folder.Write("config.json", input.substr(0, line));
+    folder.Write("model.safetensors", bytes);
+    ASSERT_OK(DescribeCheckpoint(folder.path(), {}));
+    ASSERT_OK(PrepareLayer(folder.path(), folder.At("out"), {.layer = 0}));
+  }
+}
+
+TEST(LayerCorpusTest, TheP8FileIsImported) {
+  std::string bytes;
+  ASSERT_TRUE(testing::MakeLayerFile(CorpusFile("p8/valid"), 0, &bytes));
+  const testing::TestFolder folder;
+  ASSERT_OK(
+      ImportP8Sidecar(folder.Write("p8", bytes), "glm", folder.At("out")));
 }
 
 }  // namespace

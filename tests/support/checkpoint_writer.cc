@@ -159,4 +159,61 @@ void AddExperts(const TestNaming& naming, int64_t layer, uint64_t hidden,
   }
 }
 
+void WriteLargeCheckpoint(const TestFolder& folder) {
+  constexpr int kLayers = 48;
+  constexpr uint64_t kExperts = 64;
+  constexpr size_t kShards = 100;
+  constexpr uint64_t kHidden = 2048;
+  constexpr uint64_t kIntermediate = 768;
+  folder.Write(
+      "config.json",
+      absl::StrCat("{\"model_type\": \"qwen3_moe\", \"hidden_act\": \"silu\", ",
+                   "\"hidden_size\": ", kHidden,
+                   ", \"moe_intermediate_size\": ", kIntermediate,
+                   ", \"num_experts\": ", kExperts,
+                   ", \"num_experts_per_tok\": 8, ",
+                   "\"num_hidden_layers\": ", kLayers, "}"));
+  std::vector<std::string> heads(kShards);
+  std::vector<uint64_t> sizes(kShards, 0);
+  std::string map;
+  size_t position = 0;
+  const auto add = [&](const std::string& name, const char* type,
+                       const std::string& shape, uint64_t bytes) {
+    const size_t shard = position++ / 4 % kShards;
+    absl::StrAppend(&heads[shard], heads[shard].empty() ? "{" : ",", "\"", name,
+                    "\":{\"dtype\":\"", type, "\",\"shape\":[", shape,
+                    "],\"data_offsets\":[", sizes[shard], ",",
+                    sizes[shard] + bytes, "]}");
+    sizes[shard] += bytes;
+    absl::StrAppend(&map, map.empty() ? "" : ",\n", "\"", name, "\": \"shard-",
+                    shard, ".safetensors\"");
+  };
+  for (int layer = 0; layer < kLayers; ++layer) {
+    for (uint64_t expert = 0; expert < kExperts; ++expert) {
+      for (const char* projection : {"gate_proj", "up_proj", "down_proj"}) {
+        const bool down = projection[0] == 'd';
+        const uint64_t in = down ? kIntermediate : kHidden;
+        const uint64_t out = down ? kHidden : kIntermediate;
+        const std::string key = ExpertKey({}, layer, expert, projection);
+        add(key + ".trellis", "I16",
+            absl::StrCat(in / 16, ",", out / 16, ",64"), in * out / 2);
+        add(key + ".suh", "F16", absl::StrCat(in), 2 * in);
+        add(key + ".svh", "F16", absl::StrCat(out), 2 * out);
+        add(key + ".mcg", "I32", "", 4);
+      }
+    }
+  }
+  for (size_t i = 0; i < kShards; ++i) {
+    const std::string name = absl::StrCat("shard-", i, ".safetensors");
+    const std::string head = SafetensorsBytes(heads[i] + "}", "");
+    folder.Write(name, head);
+    std::error_code error;
+    std::filesystem::resize_file(folder.At(name), head.size() + sizes[i],
+                                 error);
+    EXPECT_FALSE(error) << folder.At(name) << ": " << error.message();
+  }
+  folder.Write("model.safetensors.index.json",
+               absl::StrCat("{\"weight_map\": {", map, "}}"));
+}
+
 }  // namespace kiln::testing

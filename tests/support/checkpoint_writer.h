@@ -78,6 +78,11 @@ void AddExperts(const TestNaming& naming, int64_t layer, uint64_t hidden,
                 uint64_t intermediate, uint64_t experts, const TestRates& rates,
                 TestTensors* tensors);
 
+// A checkpoint of the size of real ones: 48 layers of 64 experts, H 2048, I
+// 768, 36,864 tensors in 100 shards with their index and config.json. The files
+// are sparse: no room for the tensors' bytes.
+void WriteLargeCheckpoint(const TestFolder& folder);
+
 // "model.layers.3.mlp.experts.7.gate_proj".
 std::string ExpertKey(const TestNaming& naming, int64_t layer, uint64_t expert,
                       const std::string& projection);

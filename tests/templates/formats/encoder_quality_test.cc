@@ -15,6 +15,7 @@
 #include "templates/formats/encoder_tile.h"
 #include "templates/formats/mxfp8.h"
 #include "templates/formats/npk_law.h"
+#include "templates/fused_moe/trellis_codebook.h"
 
 namespace kiln {
 namespace {
@@ -150,6 +151,22 @@ TEST(EncoderQualityFullTest, OtherAlphabets) {
   ExpectColumn(Rounded(CodebookAlphabet(Codebook::kMul1), 2.5f),
                {{1.0, .0688}, {.93, .0176}, {.88, .00456}, {.85, .00132}},
                kFullTiles, "byte sums in E4M3");
+}
+
+// A rank map in front of a staircase of E4M3 numbers, at each rate its own.
+TEST(EncoderQualityFullTest, StructuredTable) {
+  const std::pair<double, double> ratio_and_mse[] = {
+      {1.0, .0671}, {.93, .0170}, {.88, .00436}, {.85, .00127}};
+  int bits = 2;
+  for (const auto& [ratio, mse] : ratio_and_mse) {
+    std::vector<float> alphabet(kTileStates);
+    for (uint32_t s = 0; s < kTileStates; ++s) {
+      alphabet[s] = E4m3Value(SqgE4m3Bytes()[SqgRank(s, bits) >> 4]);
+    }
+    ExpectAgrees(Measure(alphabet, bits, ratio, kFullTiles), {mse, .015 * mse},
+                 absl::StrCat("structured table K", bits));
+    ++bits;
+  }
 }
 
 // The ratio of input to alphabet matters more than the law.

@@ -285,11 +285,13 @@ TEST(Exl3Test, RefusesTheObsoleteScale) {
 }
 
 TEST(Exl3Test, RefusesAPlainWeight) {
-  ExpectRefused(
-      [](TestTensors* t) {
-        (*t)["m.weight"] = {"F16", {1}, "ab"};
-      },
-      "\"m.weight\"", "F16 [1]", "only trellis weights are served");
+  const Matrix::Change change = [](TestTensors* t) {
+    (*t)["m.weight"] = {"F16", {1}, "ab"};
+  };
+  EXPECT_THAT(Matrix("mcg", change).Check(),
+              StatusIs(StatusCode::kFailedPrecondition,
+                       AllOf(HasSubstr("\"m.weight\""), HasSubstr("F16 [1]"),
+                             HasSubstr("only trellis weights are served"))));
 }
 
 TEST(Exl3Test, RefusesAnUnknownPart) {

@@ -87,5 +87,14 @@ TEST(JsonScannerTest, ValueTakesOneWholeValue) {
               StatusIs(StatusCode::kInvalidArgument, HasSubstr("end")));
 }
 
+// The tree of a value takes many times its text.
+TEST(JsonScannerTest, ValueRefusesWhatIsTooLongToBeNotes) {
+  const std::string most(kScannedValueBytesMax - 2, 'a');
+  EXPECT_OK(JsonScanner("\"" + most + "\"").Value());
+  EXPECT_THAT(JsonScanner("\"" + most + "a\"").Value(),
+              StatusIs(StatusCode::kInvalidArgument,
+                       HasSubstr("a value of 1048577 bytes, at most 1048576")));
+}
+
 }  // namespace
 }  // namespace kiln
