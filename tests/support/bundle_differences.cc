@@ -196,9 +196,10 @@ void ForEachAcceptedChange(
         return text.offset == current.offset && text.bytes == current.bytes;
       };
       if (std::none_of(texts.begin(), texts.end(), is_current)) continue;
-      for (const kiln_format_text_t& text : texts) {
+      // Not the same ones everywhere: all of them take minutes.
+      for (size_t i = at / 4 % 7; i < texts.size(); i += 7) {
         std::string changed = bytes;
-        std::memcpy(&changed[at], &text, sizeof(text));
+        std::memcpy(&changed[at], &texts[i], sizeof(texts[i]));
         consider(std::move(changed), table, at);
       }
     }

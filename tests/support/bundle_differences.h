@@ -22,8 +22,8 @@ const std::vector<BundleDifference>& BundleDifferences();
 
 // Calls `visit` with every bundle that the reader accepts and that differs from
 // `bytes` in one place under a right root: two bits of each byte of the tables
-// changed, and each text of a record taken from each other string. `table` is
-// where: KILN_FORMAT_TABLE_*.
+// changed, and each text of a record replaced by several other strings. `table`
+// is where: KILN_FORMAT_TABLE_*.
 void ForEachAcceptedChange(
     const std::string& bytes,
     const std::function<void(const std::string& changed, uint32_t table,
