@@ -132,6 +132,27 @@ Failure NoMemory(uint64_t bytes, kiln_error_t* error) {
   return failure;
 }
 
+// Bytes done..end of a file that has `bytes`.
+kiln_status_t ReadTo(int fd, const char* path, uint64_t bytes, uint64_t done,
+                     uint64_t end, uint8_t* to, kiln_error_t* error) {
+  while (done < end) {
+    const ssize_t n = read(fd, to, end - done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) {
+      return Failure(error, KILN_STATUS_FILE_UNREADABLE, errno)
+             << "cannot read bundle " << Quoted{path} << " at byte " << done;
+    }
+    if (n == 0) {
+      return Failure(error, KILN_STATUS_BUNDLE_TRUNCATED)
+             << "bundle " << Quoted{path} << " shrank from " << bytes << " to "
+             << done << " bytes while it was read";
+    }
+    done += static_cast<uint64_t>(n);
+    to += n;
+  }
+  return KILN_STATUS_OK;
+}
+
 }  // namespace
 
 kiln_status_t OpenBundleFile(const char* path, const uint8_t* expected_root,
@@ -160,24 +181,21 @@ kiln_status_t OpenBundleFile(const char* path, const uint8_t* expected_root,
            << "bundle " << Quoted{path} << " is not a regular file";
   }
   const uint64_t bytes = static_cast<uint64_t>(info.st_size);
-  const kiln_status_t size = CheckSize(bytes, error);
-  if (size != KILN_STATUS_OK) return size;
+  kiln_status_t status = CheckSize(bytes, error);
+  if (status != KILN_STATUS_OK) return status;
+  // A large file that is something else costs neither memory nor time.
+  alignas(kiln_format_header_t) uint8_t head[sizeof(kiln_format_header_t)];
+  const uint64_t head_bytes = bytes < sizeof(head) ? bytes : sizeof(head);
+  status = ReadTo(fd.get(), path, bytes, 0, head_bytes, head, error);
+  if (status != KILN_STATUS_OK) return status;
+  status = VerifyHead(head, bytes, expected_root, error);
+  if (status != KILN_STATUS_OK) return status;
   Memory memory(bytes);
   if (!memory.ok()) return NoMemory(bytes, error);
-  for (uint64_t done = 0; done < bytes;) {
-    const ssize_t n = read(fd.get(), memory.data() + done, bytes - done);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) {
-      return Failure(error, KILN_STATUS_FILE_UNREADABLE, errno)
-             << "cannot read bundle " << Quoted{path} << " at byte " << done;
-    }
-    if (n == 0) {
-      return Failure(error, KILN_STATUS_BUNDLE_TRUNCATED)
-             << "bundle " << Quoted{path} << " shrank from " << bytes << " to "
-             << done << " bytes while it was read";
-    }
-    done += static_cast<uint64_t>(n);
-  }
+  memcpy(memory.data(), head, head_bytes);
+  status = ReadTo(fd.get(), path, bytes, head_bytes, bytes,
+                  memory.data() + head_bytes, error);
+  if (status != KILN_STATUS_OK) return status;
   return Adopt(&memory, expected_root, bundle, error);
 }
 

@@ -654,9 +654,46 @@ kiln_status_t CheckDirectory(const uint8_t* data, size_t bytes,
   return KILN_STATUS_OK;
 }
 
+// What the header says of the content and itself, after VerifyHead.
 kiln_status_t CheckHeader(const uint8_t* data, size_t bytes,
-                          const uint8_t* expected_root, kiln_error_t* error) {
-  const size_t magic_bytes =
+                          kiln_error_t* error) {
+  const auto* header = reinterpret_cast<const kiln_format_header_t*>(data);
+  uint8_t root[KILN_ROOT_BYTES];
+  kiln_bundle_root(data, bytes, root);
+  if (memcmp(header->root, root, sizeof(root)) != 0) {
+    return Failure(error, KILN_STATUS_BUNDLE_DAMAGED)
+           << "bundle is damaged: its content hashes to "
+           << Hex{root, sizeof(root)} << ", its header says "
+           << Hex{header->root, sizeof(root)};
+  }
+  if (header->runtime_abi != KILN_RUNTIME_ABI_MAJOR) {
+    return Failure(error, KILN_STATUS_BUNDLE_VERSION)
+           << "bundle needs runtime ABI " << header->runtime_abi
+           << ", this runtime has " << KILN_RUNTIME_ABI_MAJOR;
+  }
+  if (header->header_bytes != sizeof(kiln_format_header_t) ||
+      header->reserved != 0 || (header->flags & ~kFlags) != 0) {
+    return Failure(error, KILN_STATUS_BUNDLE_MALFORMED)
+           << "bundle header has a bad size, flag or reserved field";
+  }
+  return KILN_STATUS_OK;
+}
+
+template <typename T>
+const T* TableAt(const uint8_t* data, const kiln_format_header_t* header,
+                 uint32_t table) {
+  return reinterpret_cast<const T*>(data + header->tables[table].offset);
+}
+
+}  // namespace
+
+uint32_t ArgBytes(uint32_t kind) {
+  return kind == KILN_FORMAT_ARG_TOKENS || kind == KILN_FORMAT_ARG_U32 ? 4 : 8;
+}
+
+kiln_status_t VerifyHead(const uint8_t* data, uint64_t bytes,
+                         const uint8_t* expected_root, kiln_error_t* error) {
+  const uint64_t magic_bytes =
       bytes < KILN_FORMAT_MAGIC_BYTES ? bytes : KILN_FORMAT_MAGIC_BYTES;
   if (memcmp(data, KILN_FORMAT_MAGIC, magic_bytes) != 0) {
     return Failure(error, KILN_STATUS_BUNDLE_NOT_A_BUNDLE)
@@ -695,44 +732,16 @@ kiln_status_t CheckHeader(const uint8_t* data, size_t bytes,
            << "bundle root is " << Hex{header->root, KILN_ROOT_BYTES}
            << ", expected " << Hex{expected_root, KILN_ROOT_BYTES};
   }
-  uint8_t root[KILN_ROOT_BYTES];
-  kiln_bundle_root(data, bytes, root);
-  if (memcmp(header->root, root, sizeof(root)) != 0) {
-    return Failure(error, KILN_STATUS_BUNDLE_DAMAGED)
-           << "bundle is damaged: its content hashes to "
-           << Hex{root, sizeof(root)} << ", its header says "
-           << Hex{header->root, sizeof(root)};
-  }
-  if (header->runtime_abi != KILN_RUNTIME_ABI_MAJOR) {
-    return Failure(error, KILN_STATUS_BUNDLE_VERSION)
-           << "bundle needs runtime ABI " << header->runtime_abi
-           << ", this runtime has " << KILN_RUNTIME_ABI_MAJOR;
-  }
-  if (header->header_bytes != sizeof(kiln_format_header_t) ||
-      header->reserved != 0 || (header->flags & ~kFlags) != 0) {
-    return Failure(error, KILN_STATUS_BUNDLE_MALFORMED)
-           << "bundle header has a bad size, flag or reserved field";
-  }
   return KILN_STATUS_OK;
-}
-
-template <typename T>
-const T* TableAt(const uint8_t* data, const kiln_format_header_t* header,
-                 uint32_t table) {
-  return reinterpret_cast<const T*>(data + header->tables[table].offset);
-}
-
-}  // namespace
-
-uint32_t ArgBytes(uint32_t kind) {
-  return kind == KILN_FORMAT_ARG_TOKENS || kind == KILN_FORMAT_ARG_U32 ? 4 : 8;
 }
 
 kiln_status_t VerifyBundle(const uint8_t* data, size_t bytes,
                            const uint8_t* expected_root, BundleView* view,
                            kiln_error_t* error) {
-  const kiln_status_t head = CheckHeader(data, bytes, expected_root, error);
+  const kiln_status_t head = VerifyHead(data, bytes, expected_root, error);
   if (head != KILN_STATUS_OK) return head;
+  const kiln_status_t header = CheckHeader(data, bytes, error);
+  if (header != KILN_STATUS_OK) return header;
   const auto* h = reinterpret_cast<const kiln_format_header_t*>(data);
   const kiln_status_t directory = CheckDirectory(data, bytes, h, error);
   if (directory != KILN_STATUS_OK) return directory;

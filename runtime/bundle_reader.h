@@ -42,6 +42,12 @@ struct BundleView {
   }
 };
 
+// Checks what the header of a file of `bytes` bytes says alone: magic, version,
+// size and pinned root. `data` (8-byte aligned) holds the header, or the whole
+// file if that is shorter.
+kiln_status_t VerifyHead(const uint8_t* data, uint64_t bytes,
+                         const uint8_t* expected_root, kiln_error_t* error);
+
 // Verifies `bytes` bytes at `data` (8-byte aligned) and fills `view`.
 // `expected_root` is 32 bytes or null. Reads only; allocates nothing.
 //   Errors: the KILN_STATUS_BUNDLE_* codes and ROOT_MISMATCH.

@@ -1,6 +1,7 @@
 // The extern "C" shell of kiln.h: handles, struct sizes and null pointers are
 // checked here, the work is done elsewhere.
 
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -52,10 +53,22 @@ T* Handle(uint64_t value) {
   return failure;
 }
 
+// Sizes that a type had in earlier minor versions of the ABI, and has still.
+template <typename T>
+bool SizeIsKnown(uint32_t bytes) {
+  return bytes == sizeof(T);
+}
+
+template <>
+bool SizeIsKnown<kiln_plan_info_t>(uint32_t bytes) {
+  return bytes == sizeof(kiln_plan_info_t) ||
+         bytes == offsetof(kiln_plan_info_t, overlapped);
+}
+
 template <typename T>
 kiln_status_t CheckSize(const T* value, const char* type, kiln_error_t* error) {
   if (value == nullptr) return Null(type, error);
-  if (value->struct_size == sizeof(T)) return KILN_STATUS_OK;
+  if (SizeIsKnown<T>(value->struct_size)) return KILN_STATUS_OK;
   return Failure(error, KILN_STATUS_STRUCT_SIZE)
          << type << ".struct_size is " << value->struct_size
          << ", this runtime knows " << sizeof(T)

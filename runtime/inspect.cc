@@ -71,6 +71,10 @@ void Describe(const BundleView& view, const kiln_format_plan_t& record,
   info->worst_error = record.worst_error;
   info->samples = record.samples;
   info->candidates = record.candidates;
+  // The struct of ABI 1.0 ends here.
+  if (info->struct_size < sizeof(*info)) return;
+  info->overlapped = record.overlapped;
+  info->reserved = 0;
 }
 
 void Describe(const BundleView& view, const kiln_format_param_t& record,

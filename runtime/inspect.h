@@ -1,5 +1,5 @@
 // Records of a verified bundle as the info structs of kiln.h. `struct_size` of
-// the target is kept; every other member is written.
+// the target is kept; every other member within it is written.
 
 #ifndef KILN_RUNTIME_INSPECT_H_
 #define KILN_RUNTIME_INSPECT_H_

@@ -40,7 +40,7 @@ extern "C" {
 /* ABI of this header. A program must find its own major in the library:
  * see kiln_runtime_version. */
 #define KILN_RUNTIME_ABI_MAJOR 1
-#define KILN_RUNTIME_ABI_MINOR 1
+#define KILN_RUNTIME_ABI_MINOR 2
 
 #if defined(KILN_RUNTIME_BUILDING)
 #define KILN_API __attribute__((visibility("default")))
@@ -244,6 +244,11 @@ typedef struct kiln_plan_info_t {
   double worst_error; /* relative Frobenius error against the oracle */
   uint32_t samples;
   uint32_t candidates;
+  /* Since ABI 1.2; the struct of 1.0, which ends before it, is taken too.
+   * 1, CUDA only: each step behind the first may start before the one in front
+   * of it has ended (programmatic stream serialization). */
+  uint32_t overlapped;
+  uint32_t reserved; /* 0 */
 } kiln_plan_info_t;
 
 KILN_API kiln_status_t kiln_bundle_plan(const kiln_bundle_t* bundle,

@@ -193,7 +193,8 @@ kiln_status_t LaunchCuda(const Modules& modules, const LoadedPlan& plan,
     const uint32_t* threads = step.record->block;
     void** packed = step.block_bytes == 0 ? nullptr : extra;
     int result;
-    if (plan.record->overlapped != 0 && !first) {
+    const bool overlapped = plan.record->overlapped != 0 && !first;
+    if (overlapped) {
       LaunchAttribute attribute = {};
       attribute.id = kLaunchProgrammaticStreamSerialization;
       attribute.flag = 1;
@@ -222,9 +223,10 @@ kiln_status_t LaunchCuda(const Modules& modules, const LoadedPlan& plan,
                           result)
              << "m " << arguments.m << ", step " << s << " "
              << Quoted{view.Text(step.record->label)}
-             << ": cuLaunchKernel failed: " << (named ? name : "CUresult")
-             << " (" << result << "); bundle " << Hex{view.header->root, 6}
-             << ", target " << modules.target();
+             << (overlapped ? ": cuLaunchKernelEx" : ": cuLaunchKernel")
+             << " failed: " << (named ? name : "CUresult") << " (" << result
+             << "); bundle " << Hex{view.header->root, 6} << ", target "
+             << modules.target();
     }
   }
   return scope.Leave(error);

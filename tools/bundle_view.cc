@@ -27,24 +27,27 @@ Info Get(Getter getter) {
 
 absl::StatusOr<BundleView> BundleView::Open(const std::string& path,
                                             std::optional<Digest> root) {
-  BundleView view;
   kiln_open_options_t options = {};
   options.struct_size = sizeof(options);
   options.expected_root = root.has_value() ? root->bytes.data() : nullptr;
   kiln_error_t error = {};
+  kiln_bundle_t* bundle = nullptr;
   const kiln_status_t status =
-      kiln_bundle_open_file(path.c_str(), &options, &view.bundle_, &error);
+      kiln_bundle_open_file(path.c_str(), &options, &bundle, &error);
   if (status == KILN_STATUS_FILE_NOT_FOUND ||
       status == KILN_STATUS_FILE_UNREADABLE) {
     return absl::InvalidArgumentError(
         absl::StrCat(error.message, " (", kiln_status_name(status), ")"));
   }
   RETURN_IF_ERROR(RuntimeStatus(status, error));
-  view.info_ = Get<kiln_bundle_info_t>([&](auto* info, auto* failure) {
-    return kiln_bundle_info(view.bundle_, info, failure);
-  });
-  return view;
+  return BundleView(bundle);
 }
+
+BundleView::BundleView(kiln_bundle_t* bundle)
+    : bundle_(bundle),
+      info_(Get<kiln_bundle_info_t>([&](auto* info, auto* error) {
+        return kiln_bundle_info(bundle, info, error);
+      })) {}
 
 BundleView::BundleView(BundleView&& other) noexcept {
   *this = std::move(other);
@@ -145,21 +148,33 @@ kiln_kernel_info_t BundleView::Kernel(uint32_t section, uint32_t program,
   });
 }
 
-absl::StatusOr<RequestGeometry> BundleView::Geometry(uint32_t section,
-                                                     uint32_t entry) const {
+BundleView::KernelParam BundleView::Parameter(uint32_t section,
+                                              uint32_t program, uint32_t kernel,
+                                              uint32_t param) const {
+  KernelParam out;
+  KILN_CHECK(kiln_bundle_kernel_param(bundle_, section, program, kernel, param,
+                                      &out.offset, &out.bytes,
+                                      nullptr) == KILN_STATUS_OK);
+  return out;
+}
+
+std::vector<CanonicalField> BundleView::Attributes(uint32_t section,
+                                                   uint32_t entry) const {
   std::vector<CanonicalField> fields;
   const uint32_t count = Entry(section, entry).attribute_count;
   for (uint32_t i = 0; i < count; ++i) {
     const char* name = nullptr;
     const char* value = nullptr;
-    kiln_error_t error = {};
-    RETURN_IF_ERROR(
-        RuntimeStatus(kiln_bundle_attribute(bundle_, section, entry, i, &name,
-                                            &value, &error),
-                      error));
+    KILN_CHECK(kiln_bundle_attribute(bundle_, section, entry, i, &name, &value,
+                                     nullptr) == KILN_STATUS_OK);
     fields.push_back({name, value});
   }
-  return GeometryFromAttributes(fields);
+  return fields;
+}
+
+absl::StatusOr<RequestGeometry> BundleView::Geometry(uint32_t section,
+                                                     uint32_t entry) const {
+  return GeometryFromAttributes(Attributes(section, entry));
 }
 
 }  // namespace kiln

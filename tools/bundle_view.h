@@ -23,6 +23,8 @@ class BundleView {
   // verbs exit alike; DataLoss for a damaged file or another root.
   static absl::StatusOr<BundleView> Open(const std::string& path,
                                          std::optional<Digest> root);
+  // Takes over a handle that is open.
+  explicit BundleView(kiln_bundle_t* bundle);
   BundleView(BundleView&& other) noexcept;
   BundleView& operator=(BundleView&& other) noexcept;
   ~BundleView();
@@ -53,13 +55,23 @@ class BundleView {
   kiln_kernel_info_t Kernel(uint32_t section, uint32_t program,
                             uint32_t kernel) const;
 
+  struct KernelParam {
+    uint32_t offset = 0;
+    uint32_t bytes = 0;
+  };
+
+  KernelParam Parameter(uint32_t section, uint32_t program, uint32_t kernel,
+                        uint32_t param) const;
+
+  // The request's geometry, field by field.
+  std::vector<CanonicalField> Attributes(uint32_t section,
+                                         uint32_t entry) const;
+
   // The request behind an entry.
   absl::StatusOr<RequestGeometry> Geometry(uint32_t section,
                                            uint32_t entry) const;
 
  private:
-  BundleView() = default;
-
   kiln_bundle_t* bundle_ = nullptr;
   kiln_bundle_info_t info_ = {};
 };

@@ -7,6 +7,7 @@
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
 #include "tools/cli.h"
+#include "tools/same_file.h"
 #include "tuner/freeze.h"
 
 namespace kiln {
@@ -15,6 +16,11 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
                               const FreezeCommand& command) {
   ASSIGN_OR_RETURN(const Manifest manifest,
                    ReadManifest(command.planning.manifest));
+  if (IsSameFile(command.output, command.planning.manifest)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the bundle would replace the manifest ",
+                     command.planning.manifest, "; name another file with -o"));
+  }
   ASSIGN_OR_RETURN(const PrewarmOptions options,
                    MakePrewarmOptions(global, command.planning));
   ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));

@@ -2,6 +2,8 @@
 
 #include <cstdio>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -13,6 +15,15 @@
 
 namespace kiln {
 namespace {
+
+// "measured", and what is special about the plan.
+std::string StateText(const kiln_plan_info_t& plan) {
+  std::string text =
+      (plan.flags & KILN_CONTAINS_PREDICTED) != 0 ? "predicted" : "measured";
+  if ((plan.flags & KILN_CONTAINS_UNQUALIFIED) != 0) text += ", unqualified";
+  if (plan.overlapped != 0) text += ", overlapped";
+  return text;
+}
 
 void Print(const BundleView& bundle) {
   std::printf("root %s\nformat %u, %s\n", bundle.Root().ToHex().c_str(),
@@ -38,8 +49,7 @@ void Print(const BundleView& bundle) {
         const bool predicted = (plan.flags & KILN_CONTAINS_PREDICTED) != 0;
         rows.push_back(
             {absl::StrCat("    ", plan.m_min, "..", plan.m_max),
-             predicted ? "predicted" : "measured",
-             predicted ? "-" : FormatNs(plan.median_ns),
+             StateText(plan), predicted ? "-" : FormatNs(plan.median_ns),
              predicted ? "-" : absl::StrFormat("%.1e", plan.worst_error),
              FormatBytes(plan.arena_bytes),
              golden == Digest() ? "-" : golden.Short(), plan.label});

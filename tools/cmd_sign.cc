@@ -13,6 +13,7 @@
 #include "compiler/base/status_macros.h"
 #include "tools/bundle_view.h"
 #include "tools/cli.h"
+#include "tools/same_file.h"
 #include "tools/signature.h"
 
 namespace kiln {
@@ -53,6 +54,12 @@ absl::StatusOr<int> RunSign(const GlobalOptions& global,
     const std::string path = command.output.empty()
                                  ? absl::StrCat(command.file, ".sig")
                                  : command.output;
+    for (const std::string& input : {command.file, command.key, public_key}) {
+      if (!IsSameFile(path, input)) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat("the signature would replace ", input,
+                       "; name another file with -o"));
+    }
     RETURN_IF_ERROR(WriteFileAtomically(path, signature));
     out["file"] = command.file;
     out["root"] = bundle->Root().ToHex();

@@ -27,6 +27,10 @@ absl::string_view DigestBytes(const uint8_t* digest) {
   return absl::string_view(reinterpret_cast<const char*>(digest), 32);
 }
 
+// Each function below takes the structs it compares apart by name, all members
+// of what was meant and all of what was read: a member that joins one of them
+// does not compile until somebody has decided here what it is compared with.
+
 // Compares field by field; keeps the first difference with the place where it
 // is. A scope adds its name to that place until it ends.
 class Comparison {
@@ -135,11 +139,13 @@ void CompareArgs(const Place& at, uint32_t step_index, const Step& meant,
                                        step_index, i, &info, nullptr))) {
       return;
     }
-    compare->Number("kind", info.kind,
-                    static_cast<uint32_t>(meant.args[i].kind));
-    compare->Number("offset", info.offset, offsets[i]);
-    compare->Number("bytes", info.bytes, ArgBytes(meant.args[i].kind));
-    compare->Number("value", info.value, meant.args[i].value);
+    const auto& [kind, value] = meant.args[i];
+    const auto& [info_size, info_kind, info_offset, info_bytes, info_value] =
+        info;
+    compare->Number("kind", info_kind, static_cast<uint32_t>(kind));
+    compare->Number("offset", info_offset, offsets[i]);
+    compare->Number("bytes", info_bytes, ArgBytes(kind));
+    compare->Number("value", info_value, value);
   }
 }
 
@@ -152,41 +158,67 @@ void CompareStep(const Place& at, uint32_t index, const Plan& plan,
                                       index, &info, nullptr))) {
     return;
   }
-  compare->Text("label", info.label, meant.label);
-  compare->Text("kernel", info.kernel_name, meant.entry);
-  auto program = MakeInfo<kiln_program_info_t>();
+  const auto& [label, program, entry, grid, block, dynamic_shared_bytes, args] =
+      meant;
+  const auto& [info_size, info_program, info_kernel, info_args, info_label,
+               info_kernel_name, info_grid, info_block,
+               info_dynamic_shared_bytes] = info;
+  compare->Text("label", info_label, label);
+  compare->Text("kernel", info_kernel_name, entry);
+  auto found = MakeInfo<kiln_program_info_t>();
   if (compare->Read("program",
-                    kiln_bundle_program(at.bundle, at.section, info.program,
-                                        &program, nullptr))) {
-    compare->Bytes("program", DigestBytes(program.build_digest),
-                   plan.programs[meant.program].AsBytes());
+                    kiln_bundle_program(at.bundle, at.section, info_program,
+                                        &found, nullptr))) {
+    compare->Bytes("program", DigestBytes(found.build_digest),
+                   plan.programs[program].AsBytes());
   }
   auto kernel = MakeInfo<kiln_kernel_info_t>();
   if (compare->Read("kernel",
-                    kiln_bundle_kernel(at.bundle, at.section, info.program,
-                                       info.kernel, &kernel, nullptr))) {
-    compare->Text("kernel name", kernel.name, meant.entry);
+                    kiln_bundle_kernel(at.bundle, at.section, info_program,
+                                       info_kernel, &kernel, nullptr))) {
+    compare->Text("kernel name", kernel.name, entry);
   }
   for (size_t d = 0; d < 3; ++d) {
-    const LaunchTerm terms[2] = {meant.grid[d].a, meant.grid[d].b};
+    const auto& [a, b] = grid[d];
+    const auto& [info_mul, info_add, info_div] = info_grid[d];
     for (size_t t = 0; t < 2; ++t) {
       const std::string name = absl::StrCat("grid ", d, " term ", t);
-      compare->Number(name + " mul", info.grid[d].mul[t], terms[t].mul);
-      compare->Number(name + " add", info.grid[d].add[t], terms[t].add);
-      compare->Number(name + " div", info.grid[d].div[t], terms[t].div);
+      const auto& [mul, add, div] = t == 0 ? a : b;
+      compare->Number(name + " mul", info_mul[t], mul);
+      compare->Number(name + " add", info_add[t], add);
+      compare->Number(name + " div", info_div[t], div);
     }
-    compare->Number(absl::StrCat("block ", d), info.block[d], meant.block[d]);
+    compare->Number(absl::StrCat("block ", d), info_block[d], block[d]);
   }
-  compare->Number("dynamic_shared_bytes", info.dynamic_shared_bytes,
-                  meant.dynamic_shared_bytes);
-  compare->Number("arguments", info.arg_count, meant.args.size());
+  compare->Number("dynamic_shared_bytes", info_dynamic_shared_bytes,
+                  dynamic_shared_bytes);
+  compare->Number("arguments", info_args, args.size());
   CompareArgs(at, index, meant, compare);
 }
 
-void CompareBuffers(const Place& at, const PlanBody& body,
-                    const std::vector<BufferFill>& buffers,
-                    Comparison* compare) {
-  for (uint32_t i = 0; i < body.params.size(); ++i) {
+void CompareBuffer(const Place& at, uint32_t index, const BufferFill& meant,
+                   Comparison* compare) {
+  auto info = MakeInfo<kiln_buffer_info_t>();
+  if (!compare->Read(
+          "buffer", kiln_bundle_buffer(at.bundle, at.section, at.entry, at.plan,
+                                       index, &info, nullptr))) {
+    return;
+  }
+  const auto& [kind, element_bytes, bytes, bytes_per_token, a, b] = meant;
+  const auto& [info_size, info_fill, info_element_bytes, info_reserved,
+               info_bytes, info_bytes_per_token, info_a, info_b] = info;
+  compare->Number("fill", info_fill, static_cast<uint32_t>(kind));
+  compare->Number("element_bytes", info_element_bytes, element_bytes);
+  compare->Number("buffer bytes", info_bytes, bytes);
+  compare->Number("bytes_per_token", info_bytes_per_token, bytes_per_token);
+  compare->Number("fill a", info_a, a);
+  compare->Number("fill b", info_b, b);
+}
+
+void CompareParams(const Place& at, const std::vector<ParamDecl>& params,
+                   const std::vector<BufferFill>& buffers,
+                   Comparison* compare) {
+  for (uint32_t i = 0; i < params.size(); ++i) {
     const Comparison::Scope scope(compare, absl::StrCat("parameter ", i));
     auto info = MakeInfo<kiln_param_info_t>();
     if (!compare->Read("parameter",
@@ -194,27 +226,24 @@ void CompareBuffers(const Place& at, const PlanBody& body,
                                          at.plan, i, &info, nullptr))) {
       return;
     }
-    compare->Text("name", info.name, body.params[i].name);
-    compare->Text("dtype", info.dtype, body.params[i].dtype);
-    compare->Text("shape", info.shape, body.params[i].shape);
-    compare->Number("output", info.output, body.params[i].output ? 1 : 0);
-    auto found = MakeInfo<kiln_buffer_info_t>();
-    if (!compare->Read("buffer",
-                       kiln_bundle_buffer(at.bundle, at.section, at.entry,
-                                          at.plan, i, &found, nullptr))) {
-      return;
-    }
-    const BufferFill meant =
-        buffers.empty() ? BufferFill{.element_bytes = 0} : buffers[i];
-    compare->Number("fill", found.fill, static_cast<uint32_t>(meant.kind));
-    compare->Number("element_bytes", found.element_bytes, meant.element_bytes);
-    compare->Number("buffer bytes", found.bytes, meant.bytes);
-    compare->Number("bytes_per_token", found.bytes_per_token,
-                    meant.bytes_per_token);
-    compare->Number("fill a", found.a, meant.a);
-    compare->Number("fill b", found.b, meant.b);
+    const auto& [name, dtype, shape, output] = params[i];
+    const auto& [info_size, info_output, info_offset, info_bytes, info_name,
+                 info_dtype, info_shape] = info;
+    compare->Text("name", info_name, name);
+    compare->Text("dtype", info_dtype, dtype);
+    compare->Text("shape", info_shape, shape);
+    compare->Number("output", info_output, output ? 1 : 0);
+    compare->Number("offset", info_offset, 8 * i);
+    compare->Number("bytes", info_bytes, 8);
+    CompareBuffer(at, i,
+                  buffers.empty() ? BufferFill{.element_bytes = 0} : buffers[i],
+                  compare);
   }
-  for (uint32_t i = 0; i < body.arena.slices.size(); ++i) {
+}
+
+void CompareSlices(const Place& at, const std::vector<ArenaSlice>& slices,
+                   Comparison* compare) {
+  for (uint32_t i = 0; i < slices.size(); ++i) {
     const Comparison::Scope scope(compare, absl::StrCat("arena slice ", i));
     auto info = MakeInfo<kiln_slice_info_t>();
     if (!compare->Read("arena slice",
@@ -222,9 +251,12 @@ void CompareBuffers(const Place& at, const PlanBody& body,
                                          at.plan, i, &info, nullptr))) {
       return;
     }
-    compare->Text("name", info.name, body.arena.slices[i].name);
-    compare->Number("offset", info.offset, body.arena.slices[i].offset);
-    compare->Number("bytes", info.bytes, body.arena.slices[i].bytes);
+    const auto& [name, offset, bytes] = slices[i];
+    const auto& [info_size, info_reserved, info_name, info_offset, info_bytes] =
+        info;
+    compare->Text("name", info_name, name);
+    compare->Number("offset", info_offset, offset);
+    compare->Number("bytes", info_bytes, bytes);
   }
 }
 
@@ -252,43 +284,59 @@ void ComparePlan(const Place& at, const BundleSection& section,
                                               at.plan, &info, nullptr))) {
     return;
   }
-  const PlanBody& body = meant.body;
-  compare->Number("flags", info.flags, PlanFlags(section, meant));
-  compare->Number("m_min", info.m_min, meant.interval.m_min);
-  compare->Number("m_max", info.m_max, meant.interval.m_max);
-  compare->Number("arena_bytes", info.arena_bytes, body.arena.bytes);
-  compare->Number("parameters", info.param_count, body.params.size());
-  compare->Number("arena slices", info.slice_count, body.arena.slices.size());
-  compare->Number("steps", info.step_count, body.steps.size());
-  compare->Number("cpu_threads", info.cpu_threads, body.cpu_threads);
-  compare->Number("deterministic", info.deterministic,
-                  body.deterministic ? 1 : 0);
-  compare->Number("template_version", info.template_version,
-                  body.template_version);
-  compare->Text("template_name", info.template_name, body.template_name);
-  compare->Text("label", info.label, body.Label());
-  compare->Text("numerics_class", info.numerics_class, body.numerics_class);
-  const Evidence& evidence = meant.evidence;
-  compare->Number("tolerance", info.tolerance, body.tolerance);
-  compare->Number("median_ns", info.median_ns, evidence.median_ns);
-  compare->Number("default_median_ns", info.default_median_ns,
-                  evidence.default_median_ns);
-  compare->Number("noise_floor", info.noise_floor, evidence.noise_floor);
-  compare->Number("worst_error", info.worst_error, evidence.worst_error);
-  compare->Number("samples", info.samples, evidence.samples);
-  compare->Number("candidates", info.candidates, evidence.candidates);
+  // Target and geometry are the section's and the entry's; the assignment is
+  // the label's; programs are compared by step. How the race went stays in the
+  // cache, from `blocks` on.
+  const auto& [geometry, target, interval, body, programs, evidence] = meant;
+  const auto& [template_name, template_version, assignment, numerics_class,
+               tolerance, deterministic, overlapped, cpu_threads, params, arena,
+               steps] = body;
+  const auto& [slices, arena_bytes] = arena;
+  const auto& [state, median_ns, default_median_ns, noise_floor, worst_error,
+               samples, candidates, blocks, discarded, pruned, race_seconds] =
+      evidence;
+  const auto& [info_size, info_flags, info_m_min, info_m_max, info_arena_bytes,
+               info_params, info_slices, info_steps, info_cpu_threads,
+               info_deterministic, info_template_version, info_template_name,
+               info_label, info_numerics_class, info_tolerance, info_median_ns,
+               info_default_median_ns, info_noise_floor, info_worst_error,
+               info_samples, info_candidates, info_overlapped, info_reserved] =
+      info;
+  compare->Number("flags", info_flags, PlanFlags(section, meant));
+  compare->Number("m_min", info_m_min, interval.m_min);
+  compare->Number("m_max", info_m_max, interval.m_max);
+  compare->Number("arena_bytes", info_arena_bytes, arena_bytes);
+  compare->Number("parameters", info_params, params.size());
+  compare->Number("arena slices", info_slices, slices.size());
+  compare->Number("steps", info_steps, steps.size());
+  compare->Number("cpu_threads", info_cpu_threads, cpu_threads);
+  compare->Number("deterministic", info_deterministic, deterministic ? 1 : 0);
+  compare->Number("overlapped", info_overlapped, overlapped ? 1 : 0);
+  compare->Number("template_version", info_template_version, template_version);
+  compare->Text("template_name", info_template_name, template_name);
+  compare->Text("label", info_label, body.Label());
+  compare->Text("numerics_class", info_numerics_class, numerics_class);
+  compare->Number("tolerance", info_tolerance, tolerance);
+  compare->Number("median_ns", info_median_ns, median_ns);
+  compare->Number("default_median_ns", info_default_median_ns,
+                  default_median_ns);
+  compare->Number("noise_floor", info_noise_floor, noise_floor);
+  compare->Number("worst_error", info_worst_error, worst_error);
+  compare->Number("samples", info_samples, samples);
+  compare->Number("candidates", info_candidates, candidates);
   uint8_t digest[KILN_ROOT_BYTES] = {};
   if (compare->Read("golden digest",
                     kiln_bundle_golden(at.bundle, at.section, at.entry, at.plan,
                                        digest, nullptr))) {
-    const auto golden = entry.golden.find(meant.interval);
+    const auto golden = entry.golden.find(interval);
     compare->Bytes(
         "golden digest", DigestBytes(digest),
         (golden == entry.golden.end() ? Digest() : golden->second).AsBytes());
   }
-  CompareBuffers(at, body, entry.buffers, compare);
-  for (uint32_t i = 0; i < body.steps.size(); ++i) {
-    CompareStep(at, i, meant, body.steps[i], compare);
+  CompareParams(at, params, entry.buffers, compare);
+  CompareSlices(at, slices, compare);
+  for (uint32_t i = 0; i < steps.size(); ++i) {
+    CompareStep(at, i, meant, steps[i], compare);
   }
 }
 
@@ -323,19 +371,23 @@ void CompareEntry(Place at, const BundleSection& section,
                                                 &info, nullptr))) {
     return;
   }
-  std::vector<const Plan*> plans;
-  for (const Plan& plan : meant.plans) plans.push_back(&plan);
-  std::sort(plans.begin(), plans.end(), [](const Plan* a, const Plan* b) {
+  // Buffers and golden digests are compared with the plans.
+  const auto& [name, geometry, plans, buffers, golden] = meant;
+  const auto& [info_size, info_capacity, info_plans, info_attributes, info_name,
+               info_op, info_geometry] = info;
+  std::vector<const Plan*> sorted;
+  for (const Plan& plan : plans) sorted.push_back(&plan);
+  std::sort(sorted.begin(), sorted.end(), [](const Plan* a, const Plan* b) {
     return a->interval < b->interval;
   });
-  compare->Text("name", info.name, meant.name);
-  compare->Text("op", info.op, OpName(meant.geometry.op));
-  compare->Text("geometry", info.geometry, meant.geometry.ToString());
-  compare->Number("capacity", info.capacity, plans.back()->interval.m_max);
-  compare->Number("plans", info.plan_count, plans.size());
-  CompareAttributes(at, info.attribute_count, meant.geometry, compare);
-  for (; at.plan < plans.size(); ++at.plan) {
-    ComparePlan(at, section, meant, *plans[at.plan], compare);
+  compare->Text("name", info_name, name);
+  compare->Text("op", info_op, OpName(geometry.op));
+  compare->Text("geometry", info_geometry, geometry.ToString());
+  compare->Number("capacity", info_capacity, sorted.back()->interval.m_max);
+  compare->Number("plans", info_plans, sorted.size());
+  CompareAttributes(at, info_attributes, geometry, compare);
+  for (; at.plan < sorted.size(); ++at.plan) {
+    ComparePlan(at, section, meant, *sorted[at.plan], compare);
   }
 }
 
@@ -348,25 +400,31 @@ void CompareKernel(const Place& at, uint32_t program, uint32_t index,
                                         &info, nullptr))) {
     return;
   }
-  compare->Text("name", info.name, meant.entry);
-  compare->Number("param_bytes", info.param_bytes, meant.param_bytes);
-  compare->Number("registers", info.registers, meant.registers);
-  compare->Number("static_shared_bytes", info.static_shared_bytes,
-                  meant.static_shared_bytes);
-  compare->Number("local_bytes", info.local_bytes, meant.local_bytes);
-  compare->Number("max_threads", info.max_threads, meant.max_threads);
-  compare->Number("parameters", info.param_count, meant.params.size());
-  for (uint32_t i = 0; i < meant.params.size(); ++i) {
-    uint32_t offset = 0;
-    uint32_t bytes = 0;
+  const auto& [entry, params, param_bytes, registers, static_shared_bytes,
+               local_bytes, max_threads] = meant;
+  const auto& [info_size, info_params, info_param_bytes, info_registers,
+               info_static_shared_bytes, info_local_bytes, info_max_threads,
+               info_reserved, info_name] = info;
+  compare->Text("name", info_name, entry);
+  compare->Number("param_bytes", info_param_bytes, param_bytes);
+  compare->Number("registers", info_registers, registers);
+  compare->Number("static_shared_bytes", info_static_shared_bytes,
+                  static_shared_bytes);
+  compare->Number("local_bytes", info_local_bytes, local_bytes);
+  compare->Number("max_threads", info_max_threads, max_threads);
+  compare->Number("parameters", info_params, params.size());
+  for (uint32_t i = 0; i < params.size(); ++i) {
+    uint32_t info_offset = 0;
+    uint32_t info_bytes = 0;
     if (!compare->Read(
             "kernel parameter",
             kiln_bundle_kernel_param(at.bundle, at.section, program, index, i,
-                                     &offset, &bytes, nullptr))) {
+                                     &info_offset, &info_bytes, nullptr))) {
       return;
     }
-    compare->Number("parameter offset", offset, meant.params[i].offset);
-    compare->Number("parameter bytes", bytes, meant.params[i].bytes);
+    const auto& [offset, bytes] = params[i];
+    compare->Number("parameter offset", info_offset, offset);
+    compare->Number("parameter bytes", info_bytes, bytes);
   }
 }
 
@@ -379,22 +437,30 @@ void CompareProgram(const Place& at, uint32_t index, const Program& meant,
                                                     index, &info, nullptr))) {
     return;
   }
-  compare->Bytes("build digest", DigestBytes(info.build_digest),
-                 meant.key.digest.AsBytes());
-  compare->Bytes("binary digest", DigestBytes(info.binary_digest),
-                 meant.binary_digest.AsBytes());
-  compare->Bytes("toolchain digest", DigestBytes(info.toolchain_digest),
-                 meant.toolchain.content.AsBytes());
-  compare->Text(
-      "toolchain", info.toolchain,
-      absl::StrCat(meant.toolchain.name, " ", meant.toolchain.version));
+  // The log and the time of the compilation are the cache's.
+  const auto& [key, target, toolchain, binary, binary_digest, kernels, log,
+               compile_seconds] = meant;
+  const auto& [toolchain_name, toolchain_version, toolchain_content] =
+      toolchain;
+  // Where the binary lies is checked by the reader: it tiles the file.
+  const auto& [info_size, info_kernels, info_build_digest, info_binary_digest,
+               info_toolchain_digest, info_file_offset, info_bytes, info_data,
+               info_toolchain] = info;
+  compare->Bytes("build digest", DigestBytes(info_build_digest),
+                 key.digest.AsBytes());
+  compare->Bytes("binary digest", DigestBytes(info_binary_digest),
+                 binary_digest.AsBytes());
+  compare->Bytes("toolchain digest", DigestBytes(info_toolchain_digest),
+                 toolchain_content.AsBytes());
+  compare->Text("toolchain", info_toolchain,
+                absl::StrCat(toolchain_name, " ", toolchain_version));
   compare->Bytes("binary",
-                 absl::string_view(static_cast<const char*>(info.data),
-                                   static_cast<size_t>(info.bytes)),
-                 meant.binary);
-  compare->Number("kernels", info.kernel_count, meant.kernels.size());
-  for (uint32_t k = 0; k < meant.kernels.size(); ++k) {
-    CompareKernel(at, index, k, meant.kernels[k], compare);
+                 absl::string_view(static_cast<const char*>(info_data),
+                                   static_cast<size_t>(info_bytes)),
+                 binary);
+  compare->Number("kernels", info_kernels, kernels.size());
+  for (uint32_t k = 0; k < kernels.size(); ++k) {
+    CompareKernel(at, index, k, kernels[k], compare);
   }
 }
 
@@ -406,10 +472,17 @@ void CompareSection(Place at, const BundleSection& meant, Comparison* compare) {
                                                     &info, nullptr))) {
     return;
   }
+  // Unqualified templates show as flags.
+  const auto& [target, driver_version_min, meant_entries, meant_programs,
+               unqualified_templates] = meant;
+  const auto& [backend, level, arch_specific] = target;
+  const auto& [info_size, info_backend, info_level, info_arch_specific,
+               info_driver_version_min, info_flags, info_entries, info_programs,
+               info_target] = info;
   std::set<Digest> used;
   std::map<std::string, const BundleEntry*> entries;
   uint32_t flags = 0;
-  for (const BundleEntry& entry : meant.entries) {
+  for (const BundleEntry& entry : meant_entries) {
     entries[entry.name] = &entry;
     for (const Plan& plan : entry.plans) {
       flags |= PlanFlags(meant, plan);
@@ -419,23 +492,22 @@ void CompareSection(Place at, const BundleSection& meant, Comparison* compare) {
     }
   }
   std::map<Digest, const Program*> programs;
-  for (const auto& program : meant.programs) {
+  for (const auto& program : meant_programs) {
     if (used.count(program->key.digest) != 0) {
       programs[program->key.digest] = program.get();
     }
   }
-  compare->Text("target", info.target, meant.target.ToString());
-  compare->Number("backend", info.backend,
-                  meant.target.backend == Backend::kCuda ? KILN_BACKEND_CUDA
-                                                         : KILN_BACKEND_CPU);
-  compare->Number("level", info.level, meant.target.level);
-  compare->Number("arch_specific", info.arch_specific,
-                  meant.target.arch_specific ? 1 : 0);
-  compare->Number("driver_version_min", info.driver_version_min,
-                  meant.driver_version_min);
-  compare->Number("flags", info.flags, flags);
-  compare->Number("entries", info.entry_count, entries.size());
-  compare->Number("programs", info.program_count, programs.size());
+  compare->Text("target", info_target, target.ToString());
+  compare->Number(
+      "backend", info_backend,
+      backend == Backend::kCuda ? KILN_BACKEND_CUDA : KILN_BACKEND_CPU);
+  compare->Number("level", info_level, level);
+  compare->Number("arch_specific", info_arch_specific, arch_specific ? 1 : 0);
+  compare->Number("driver_version_min", info_driver_version_min,
+                  driver_version_min);
+  compare->Number("flags", info_flags, flags);
+  compare->Number("entries", info_entries, entries.size());
+  compare->Number("programs", info_programs, programs.size());
   for (const auto& [name, entry] : entries) {
     CompareEntry(at, meant, *entry, compare);
     ++at.entry;
@@ -455,8 +527,11 @@ absl::Status CheckBundleMatches(absl::string_view bytes,
   Comparison compare;
   auto info = MakeInfo<kiln_bundle_info_t>();
   if (compare.Read("bundle", kiln_bundle_info(bundle.get(), &info, nullptr))) {
-    compare.Number("bytes", info.bytes, bytes.size());
-    compare.Number("sections", info.section_count, sections.size());
+    // Version and root were checked by opening, flags follow from the sections.
+    const auto& [info_size, info_version, info_flags, info_sections, info_bytes,
+                 info_root] = info;
+    compare.Number("bytes", info_bytes, bytes.size());
+    compare.Number("sections", info_sections, sections.size());
   }
   std::map<std::string, const BundleSection*> by_target;
   for (const BundleSection& section : sections) {

@@ -12,7 +12,11 @@
 #include "runtime/bundle_format.h"
 #include "runtime/driver.h"
 #include "runtime/kiln.h"
+#include "tests/support/idle_driver.h"
 #include "tests/support/tiny_bundle.h"
+
+// Generated: the digest of the sources, tools/runtime_receipt.py.
+extern const char* const kRuntimeSources;
 
 namespace kiln {
 namespace {
@@ -65,14 +69,6 @@ BundleSection Section() {
   return section;
 }
 
-// A driver that agrees with everything.
-int g_object = 0;
-
-template <typename T>
-T* Object() {
-  return reinterpret_cast<T*>(&g_object);
-}
-
 class Fixture {
  public:
   static Fixture& Get() {
@@ -94,7 +90,6 @@ class Fixture {
   kiln_modules_t* Load(kiln_bundle_t* bundle) const {
     kiln_load_options_t options = {};
     options.struct_size = sizeof(options);
-    options.context = Object<CUctx_st>();
     options.driver = &driver_;
     kiln_modules_t* modules = nullptr;
     kiln_error_t error = {};
@@ -103,82 +98,9 @@ class Fixture {
   }
 
  private:
-  Fixture() : bytes_(WriteBundle({Section()}).value()) {
-    driver_.init = [](unsigned) { return 0; };
-    driver_.driver_get_version = [](int* version) {
-      *version = 13000;
-      return 0;
-    };
-    driver_.get_error_name = [](int, const char** name) {
-      *name = "";
-      return 0;
-    };
-    driver_.device_get_attribute = [](int* value, int attribute, int) {
-      *value = attribute == runtime::kDeviceComputeCapabilityMajor   ? 9
-               : attribute == runtime::kDeviceComputeCapabilityMinor ? 0
-                                                                     : 1 << 20;
-      return 0;
-    };
-    driver_.ctx_get_current = [](CUctx_st** context) {
-      *context = Object<CUctx_st>();
-      return 0;
-    };
-    driver_.ctx_get_device = [](int* device) {
-      *device = 0;
-      return 0;
-    };
-    driver_.ctx_push_current = [](CUctx_st*) { return 0; };
-    driver_.ctx_pop_current = [](CUctx_st**) { return 0; };
-    driver_.module_load_data = [](CUmod_st** module, const void*) {
-      *module = Object<CUmod_st>();
-      return 0;
-    };
-    driver_.module_unload = [](CUmod_st*) { return 0; };
-    driver_.module_get_function = [](CUfunc_st** function, CUmod_st*,
-                                     const char* name) {
-      // '1' of "fc1" or '2' of "fc2".
-      *function = reinterpret_cast<CUfunc_st*>(static_cast<uintptr_t>(name[2]));
-      return 0;
-    };
-    driver_.func_load = [](CUfunc_st*) { return 0; };
-    driver_.func_get_param_info = [](CUfunc_st* function, size_t index,
-                                     size_t* offset, size_t* bytes) {
-      const auto& layout =
-          Layouts()[reinterpret_cast<uintptr_t>(function) - '1'];
-      *offset = layout[index].offset;
-      *bytes = layout[index].bytes;
-      return 0;
-    };
-    driver_.func_get_attribute = [](int* value, int, CUfunc_st*) {
-      *value = 1024;
-      return 0;
-    };
-    driver_.func_set_attribute = [](CUfunc_st*, int, int) { return 0; };
-    driver_.mem_alloc = [](uint64_t*, size_t) {
-      return runtime::kCudaErrorOutOfMemory;
-    };
-    driver_.launch_kernel = [](CUfunc_st*, unsigned, unsigned, unsigned,
-                               unsigned, unsigned, unsigned, unsigned,
-                               CUstream_st*, void**, void**) { return 0; };
-  }
+  Fixture() : bytes_(WriteBundle({Section()}).value()) {}
 
-  // Parameters of fc1 and fc2, as the bundle declares them.
-  static const std::vector<std::vector<KernelParam>>& Layouts() {
-    static const std::vector<std::vector<KernelParam>> layouts = [] {
-      std::vector<std::vector<KernelParam>> out(2);
-      const BundleSection section = testing::TinyCudaSection();
-      for (const auto& program : section.programs) {
-        for (const Kernel& kernel : program->kernels) {
-          if (kernel.entry == "fc1") out[0] = kernel.params;
-          if (kernel.entry == "fc2") out[1] = kernel.params;
-        }
-      }
-      return out;
-    }();
-    return layouts;
-  }
-
-  kiln_driver_t driver_ = {};
+  kiln_driver_t driver_ = testing::IdleDriver();
   std::string bytes_;
 };
 
@@ -259,4 +181,16 @@ BENCHMARK(LaunchWithoutDriver);
 }  // namespace
 }  // namespace kiln
 
-BENCHMARK_MAIN();
+// BENCHMARK_MAIN, with what a receipt needs to know of this build.
+int main(int argc, char** argv) {
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  benchmark::AddCustomContext("kiln_sources", kRuntimeSources);
+#ifdef NDEBUG
+  benchmark::AddCustomContext("kiln_compiler", "g++ " __VERSION__);
+#else
+  benchmark::AddCustomContext("kiln_compiler", "g++ " __VERSION__ ", debug");
+#endif
+  benchmark::RunSpecifiedBenchmarks();
+  benchmark::Shutdown();
+}

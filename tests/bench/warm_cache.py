@@ -151,7 +151,9 @@ def child(arguments):
     clock = Clock(arguments.started)
     clock.mark("interpreter")
     SYSTEMS[arguments.system](arguments, clock)
-    print(json.dumps(clock.phases))
+    versions = {name: sys.modules[name].__version__
+                for name in NEEDS[arguments.system]}
+    print(json.dumps({"phases": clock.phases, "versions": versions}))
 
 
 def start(arguments, system, environment):
@@ -171,6 +173,8 @@ def main():
     parser.add_argument("bundle")
     parser.add_argument("--kernels", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE", help="write the medians here")
+    parser.add_argument("--json", help="write the results here, too")
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -181,25 +185,31 @@ def main():
         environment = dict(os.environ, CUPY_CACHE_DIR=f"{cache}/cupy",
                            TRITON_CACHE_DIR=f"{cache}/triton",
                            CUDA_CACHE_PATH=f"{cache}/driver")
-        systems = []
+        systems, missing_systems = [], {}
         for system, modules in NEEDS.items():
             missing = [m for m in modules
                        if importlib.util.find_spec(m) is None]
             if missing:
-                print(f"{system}: not measured, {missing[0]} is not installed")
+                missing_systems[system] = f"{missing[0]} is not installed"
+                print(f"{system}: not measured, {missing_systems[system]}")
                 continue
             try:
-                cold = sum(start(arguments, system, environment).values())
+                cold = start(arguments, system, environment)
             except RuntimeError as error:
+                missing_systems[system] = str(error)
+                not_measured[system] = str(error)
                 print(f"{system}: not measured, {error}")
                 continue
             systems.append(system)
-            print(f"{system}: first process, caches empty: {cold:.0f} ms")
+            versions[system] = cold["versions"]
+            print(f"{system}: first process, caches empty: "
+                  f"{sum(cold['phases'].values()):.0f} ms")
         runs = {system: [] for system in systems}
         for turn in range(arguments.rounds):
             order = systems if turn % 2 == 0 else systems[::-1]
             for system in order:
-                runs[system].append(start(arguments, system, environment))
+                runs[system].append(
+                    start(arguments, system, environment)["phases"])
     work = ("load", "first launches")
     medians = {}
     for system, phases in runs.items():
@@ -219,6 +229,18 @@ def main():
                              zip(medians[system], medians["kiln"]))
             print(f"{system} / kiln: process start {total:.2f}, loading with "
                   f"the context up {loaded:.1f}")
+    if arguments.json:
+        report = {"kernels": arguments.kernels, "rounds": arguments.rounds,
+                  "systems": {}, "not_measured": not_measured}
+        for system, (total, loaded) in medians.items():
+            row = {"process_ms": total, "loaded_ms": loaded,
+                   "versions": versions[system]}
+            if system != "kiln" and "kiln" in medians:
+                row["process_over_kiln"] = total / medians["kiln"][0]
+                row["loaded_over_kiln"] = loaded / medians["kiln"][1]
+            report["systems"][system] = row
+        with open(arguments.json, "w", encoding="utf-8") as out:
+            json.dump(report, out)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,22 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cerrno>
+#include <chrono>
 #include <cinttypes>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <memory>
 #include <string>
+#include <thread>
 
 #include "compiler/base/file_util.h"
 #include "runtime/kiln.h"
@@ -75,6 +82,18 @@ size_t MappedPages() {
   size_t pages = 0;
   in >> pages;
   return pages;
+}
+
+// The most address space that this process has had.
+size_t VirtualPeakKiB() {
+  std::ifstream in("/proc/self/status");
+  std::string line;
+  while (std::getline(in, line)) {
+    size_t kib = 0;
+    if (std::sscanf(line.c_str(), "VmPeak: %zu kB", &kib) == 1) return kib;
+  }
+  ADD_FAILURE() << "no VmPeak";
+  return 0;
 }
 
 // Whether the mapping of `address` may be read and no more.
@@ -175,6 +194,115 @@ TEST_F(BundleFileTest, RefusesAFileThatIsTooLargeWithoutReadingIt) {
   ASSERT_OK(WriteFileAtomically(large, "x"));
   ASSERT_EQ(truncate(large.c_str(), (off_t{1} << 34) + 1), 0);
   EXPECT_EQ(Open(large), KILN_STATUS_BUNDLE_LIMIT);
+}
+
+// A checkpoint in place of a bundle, say.
+TEST_F(BundleFileTest, RefusesALargeFileOfAnotherKindByItsHeader) {
+  const std::string large = folder_.File("large");
+  std::string head = bytes_.substr(0, 4096);
+  const size_t pages = VirtualPeakKiB();
+  for (const bool magic : {false, true}) {
+    if (!magic) head[0] = 'x';
+    ASSERT_OK(WriteFileAtomically(large, head));
+    ASSERT_EQ(truncate(large.c_str(), off_t{8} << 30), 0);
+    EXPECT_EQ(Open(large), magic ? KILN_STATUS_BUNDLE_MALFORMED
+                                 : KILN_STATUS_BUNDLE_NOT_A_BUNDLE);
+    head = bytes_.substr(0, 4096);
+  }
+  uint8_t root[KILN_ROOT_BYTES] = {};
+  kiln_open_options_t options = {};
+  options.struct_size = sizeof(options);
+  options.expected_root = root;
+  EXPECT_EQ(kiln_bundle_open_file(path_.c_str(), &options, &bundle_, &error_),
+            KILN_STATUS_ROOT_MISMATCH);
+  // No memory was asked for.
+  EXPECT_LT(VirtualPeakKiB(), pages + (size_t{1} << 20));
+}
+
+// The kernel's own files and devices: no such thing is a bundle, and none makes
+// an engine wait, read for ever or crash.
+TEST_F(BundleFileTest, RefusesWhatIsNoFile) {
+  EXPECT_EQ(Open("/dev/zero"), KILN_STATUS_FILE_UNREADABLE);
+  EXPECT_EQ(Open("/dev/full"), KILN_STATUS_FILE_UNREADABLE);
+  EXPECT_EQ(Open("/proc/self/mem"), KILN_STATUS_BUNDLE_TRUNCATED);
+  EXPECT_EQ(Open("/proc/self/maps"), KILN_STATUS_BUNDLE_TRUNCATED);
+  EXPECT_EQ(Open(path_ + "/below"), KILN_STATUS_FILE_NOT_FOUND);
+  EXPECT_EQ(Open(""), KILN_STATUS_FILE_NOT_FOUND);
+  EXPECT_EQ(Open(std::string(5000, 'x')), KILN_STATUS_FILE_UNREADABLE);
+  EXPECT_EQ(error_.driver_code, ENAMETOOLONG);
+  const std::string name = folder_.File("socket");
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  ASSERT_LT(name.size(), sizeof(address.sun_path));
+  std::memcpy(address.sun_path, name.c_str(), name.size() + 1);
+  const int listener = socket(AF_UNIX, SOCK_STREAM, 0);
+  ASSERT_EQ(
+      bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof(address)),
+      0);
+  EXPECT_EQ(Open(name), KILN_STATUS_FILE_UNREADABLE);
+  close(listener);
+}
+
+TEST_F(BundleFileTest, RefusesAFileThatMayNotBeRead) {
+  ASSERT_EQ(chmod(path_.c_str(), 0200), 0);
+  // Root may read everything, so be somebody else for a moment.
+  const bool root = geteuid() == 0;
+  ASSERT_EQ(root ? seteuid(65534) : 0, 0);
+  const kiln_status_t status = Open(path_);
+  ASSERT_EQ(root ? seteuid(0) : 0, 0);
+  EXPECT_EQ(status, KILN_STATUS_FILE_UNREADABLE);
+  EXPECT_EQ(error_.driver_code, EACCES);
+}
+
+// A file that is written, cut and replaced by another process while it is
+// opened, over and over: whatever comes out is whole or refused, and a bundle
+// that is open does not change.
+TEST_F(BundleFileTest, AFileThatNeverRestsIsWholeOrRefused) {
+  std::string other = bytes_;
+  other.resize(other.size() + 3 * 65536);
+  std::atomic<bool> done{false};
+  std::thread writer([&] {
+    for (uint32_t round = 0; !done; ++round) {
+      const int fd = open(path_.c_str(), O_WRONLY | O_CREAT, 0600);
+      if (fd < 0) continue;
+      const std::string& text = round % 3 == 0 ? other : bytes_;
+      if (round % 2 == 0 && ftruncate(fd, 0) != 0) std::abort();
+      if (pwrite(fd, text.data(), text.size(), 0) < 0) std::abort();
+      if (ftruncate(fd, static_cast<off_t>(text.size())) != 0) std::abort();
+      close(fd);
+    }
+  });
+  const Digest root = BundleRoot(bytes_).value();
+  int opened = 0;
+  int refused = 0;
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while ((opened < 50 || refused < 50) &&
+         std::chrono::steady_clock::now() < deadline) {
+    const kiln_status_t status = Open(path_);
+    if (status != KILN_STATUS_OK) {
+      ++refused;
+      continue;
+    }
+    ++opened;
+    kiln_program_info_t info = {};
+    info.struct_size = sizeof(info);
+    EXPECT_EQ(kiln_bundle_program(bundle_, 0, 0, &info, nullptr),
+              KILN_STATUS_OK);
+    EXPECT_EQ(
+        std::memcmp(info.data, bytes_.data() + info.file_offset, info.bytes),
+        0);
+    kiln_bundle_info_t head = {};
+    head.struct_size = sizeof(head);
+    EXPECT_EQ(kiln_bundle_info(bundle_, &head, nullptr), KILN_STATUS_OK);
+    EXPECT_EQ(std::memcmp(head.root, root.bytes.data(), sizeof(head.root)), 0);
+    kiln_bundle_close(bundle_, nullptr);
+    bundle_ = nullptr;
+  }
+  done = true;
+  writer.join();
+  EXPECT_GT(opened, 0);
+  EXPECT_GT(refused, 0);
 }
 
 TEST_F(BundleFileTest, ShowsUnprintablePathsSafely) {

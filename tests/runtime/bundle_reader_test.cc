@@ -398,6 +398,134 @@ INSTANTIATE_TEST_SUITE_P(All, CorruptionTest, ::testing::ValuesIn(kCorruptions),
                            return std::string(test.param.name);
                          });
 
+// Every table has a maximum, which is looked at before anything else.
+TEST(BundleReaderLimitTest, EveryTableHasOne) {
+  constexpr uint64_t kMaxima[KILN_FORMAT_TABLE_COUNT] = {
+      KILN_FORMAT_SECTIONS_MAX, KILN_FORMAT_PROGRAMS_MAX,
+      KILN_FORMAT_KERNELS_MAX,  KILN_FORMAT_KERNEL_PARAMS_MAX,
+      KILN_FORMAT_ENTRIES_MAX,  KILN_FORMAT_ATTRIBUTES_MAX,
+      KILN_FORMAT_PLANS_MAX,    KILN_FORMAT_PARAMS_MAX,
+      KILN_FORMAT_SLICES_MAX,   KILN_FORMAT_STEPS_MAX,
+      KILN_FORMAT_ARGS_MAX,     KILN_FORMAT_STRINGS_BYTES_MAX};
+  for (uint32_t table = 0; table < KILN_FORMAT_TABLE_COUNT; ++table) {
+    for (const uint64_t count :
+         {kMaxima[table] + 1, uint64_t{0x80000000}, uint64_t{0xffffffff}}) {
+      std::string bytes = TwoSections();
+      Header(&bytes)->tables[table].count = static_cast<uint32_t>(count);
+      RepairRoot(&bytes);
+      const Opened opened = Open(bytes);
+      EXPECT_EQ(opened.status, KILN_STATUS_BUNDLE_LIMIT) << opened.message;
+      EXPECT_THAT(opened.message,
+                  HasSubstr("limit is " + std::to_string(kMaxima[table])));
+    }
+  }
+}
+
+// More of everything than one owner may have, in several owners.
+BundleSection LargeSection() {
+  BundleSection section = TinyCudaSection();
+  const BundleEntry& moe = section.entries[0];
+  BundleEntry many = moe;
+  many.plans.clear();
+  for (uint32_t m = 1; m <= 600; ++m) {
+    many.plans.push_back(moe.plans[0]);
+    many.plans.back().interval = {m, m};
+  }
+  section.entries.clear();
+  for (int i = 0; i < 2; ++i) {
+    many.name = "many" + std::to_string(i);
+    section.entries.push_back(many);
+  }
+  BundleEntry one = many;
+  one.plans.resize(1);
+  for (int i = 10; i < 30; ++i) {
+    one.name = "one" + std::to_string(i);
+    section.entries.push_back(one);
+  }
+  for (auto& shared : section.programs) {
+    auto program = std::make_shared<Program>(*shared);
+    for (int i = 100; i < 300; ++i) {
+      Kernel kernel = program->kernels[0];
+      kernel.entry = "kernel" + std::to_string(i);
+      program->kernels.push_back(kernel);
+    }
+    shared = program;
+  }
+  return section;
+}
+
+TEST(BundleReaderLimitTest, EveryOwnerHasOne) {
+  const std::string large = WriteBundle({LargeSection()}).value();
+  ASSERT_EQ(Open(large).status, KILN_STATUS_OK) << Open(large).message;
+  const Corruption corruptions[] = {
+      {"kernels of a program",
+       KILN_SET(kiln_format_program_t, PROGRAMS, 0,
+                record->kernels.count = KILN_FORMAT_PROGRAM_KERNELS_MAX + 1),
+       kMalformed, "programs record 0: bad kernel range"},
+      {"parameters of a kernel",
+       KILN_SET(kiln_format_kernel_t, KERNELS, 0,
+                record->params.count = KILN_FORMAT_KERNEL_PARAMS_EACH_MAX + 1),
+       kMalformed, "kernels record 0: bad parameter range or size"},
+      {"bytes of a kernel's parameters",
+       KILN_SET(kiln_format_kernel_t, KERNELS, 0,
+                record->param_bytes = KILN_FORMAT_ARG_BLOCK_BYTES_MAX + 1),
+       kMalformed, "kernels record 0: bad parameter range or size"},
+      {"attributes of an entry",
+       KILN_SET(
+           kiln_format_entry_t, ENTRIES, 0,
+           record->attributes.count = KILN_FORMAT_ENTRY_ATTRIBUTES_MAX + 1),
+       kMalformed, "entries record 0: bad attribute or plan range"},
+      {"plans of an entry",
+       KILN_SET(kiln_format_entry_t, ENTRIES, 0,
+                record->plans.count = KILN_FORMAT_ENTRY_PLANS_MAX + 1),
+       kMalformed, "entries record 0: bad attribute or plan range"},
+      {"parameters of a plan",
+       KILN_SET(kiln_format_plan_t, PLANS, 0,
+                record->params.count = KILN_FORMAT_PLAN_PARAMS_MAX + 1),
+       kMalformed, "plans record 0: bad parameter, slice or step range"},
+      {"slices of a plan",
+       KILN_SET(kiln_format_plan_t, PLANS, 0,
+                record->slices.count = KILN_FORMAT_PLAN_SLICES_MAX + 1),
+       kMalformed, "plans record 0: bad parameter, slice or step range"},
+      {"steps of a plan",
+       KILN_SET(kiln_format_plan_t, PLANS, 0,
+                record->steps.count = KILN_FORMAT_PLAN_STEPS_MAX + 1),
+       kMalformed, "plans record 0: bad parameter, slice or step range"},
+      {"arguments of a step",
+       KILN_SET(kiln_format_step_t, STEPS, 0,
+                record->args.count = KILN_FORMAT_STEP_ARGS_MAX + 1),
+       kMalformed, "steps record 0: bad argument range"},
+      {"tokens",
+       KILN_SET(kiln_format_plan_t, PLANS, 599,
+                record->m_max = KILN_FORMAT_TOKENS_MAX + 1),
+       kMalformed, "interval 600..1073741825"},
+      {"arena",
+       KILN_SET(kiln_format_plan_t, PLANS, 0,
+                record->arena_bytes = KILN_FORMAT_ARENA_BYTES_MAX + 256),
+       kMalformed, "is too large"},
+      {"grid x",
+       KILN_SET(kiln_format_step_t, STEPS, 0,
+                (record->grid[0][0].add = record->grid[0][1].add = 1u << 31,
+                 record->grid[0][0].div = record->grid[0][1].div = 1)),
+       kMalformed, "limit is 2147483647"},
+      {"grid y",
+       KILN_SET(kiln_format_step_t, STEPS, 0,
+                record->grid[1][0].add = record->grid[1][1].add = 65536),
+       kMalformed, "limit is 65535"},
+      {"block", KILN_SET(kiln_format_step_t, STEPS, 0, record->block[0] = 1025),
+       kMalformed, "block dimension of 1025 threads"}};
+
+  for (const Corruption& corruption : corruptions) {
+    std::string bytes = large;
+    corruption.apply(&bytes);
+    RepairRoot(&bytes);
+    const Opened opened = Open(bytes);
+    EXPECT_EQ(opened.status, corruption.status) << corruption.name;
+    EXPECT_THAT(opened.message, HasSubstr(corruption.message))
+        << corruption.name;
+  }
+}
+
 TEST(EvaluateDimTest, TakesTheSmallerTermIn64Bits) {
   const kiln_format_term_t terms[2] = {{0xffffffff, 0xffffffff, 1}, {1, 0, 4}};
   EXPECT_EQ(runtime::EvaluateDim(terms, 0), 0u);

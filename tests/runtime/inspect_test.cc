@@ -82,6 +82,7 @@ TEST_F(InspectTest, PlansAndTheirParts) {
   EXPECT_EQ(plan.samples, 96u);
   EXPECT_EQ(plan.arena_bytes, 4096u + 1024u);
   EXPECT_EQ(plan.deterministic, 1u);
+  EXPECT_EQ(plan.overlapped, 0u);
 
   auto param = Info<kiln_param_info_t>();
   ASSERT_EQ(kiln_bundle_param(bundle_, 1, 1, 2, 1, &param, &error_),
@@ -141,6 +142,29 @@ TEST_F(InspectTest, StepsKernelsAndPrograms) {
   EXPECT_EQ(program.file_offset % 64, 0u);
   EXPECT_EQ(std::memcmp(program.data, "fc2 ", 4), 0);
   EXPECT_EQ(reinterpret_cast<uintptr_t>(program.data) % 64, 0u);
+}
+
+// An engine that was built with the header of ABI 1.0 or 1.1.
+TEST_F(InspectTest, ThePlanOfAnEarlierHeaderIsFilledAndNoMore) {
+  BundleSection section = TinyCudaSection();
+  section.entries[0].plans[2].body.overlapped = true;
+  kiln_bundle_t* bundle = OpenTiny({section});
+  auto plan = Info<kiln_plan_info_t>();
+  ASSERT_EQ(kiln_bundle_plan(bundle, 0, 1, 2, &plan, &error_), KILN_STATUS_OK);
+  EXPECT_EQ(plan.overlapped, 1u);
+  EXPECT_EQ(plan.reserved, 0u);
+  kiln_plan_info_t early = {};
+  early.struct_size = 120;
+  early.overlapped = early.reserved = 0xabababab;
+  ASSERT_EQ(kiln_bundle_plan(bundle, 0, 1, 2, &early, &error_), KILN_STATUS_OK);
+  EXPECT_EQ(early.struct_size, 120u);
+  EXPECT_EQ(early.candidates, plan.candidates);
+  EXPECT_EQ(early.overlapped, 0xababababu);
+  EXPECT_EQ(early.reserved, 0xababababu);
+  early.struct_size = 124;
+  EXPECT_EQ(kiln_bundle_plan(bundle, 0, 1, 2, &early, &error_),
+            KILN_STATUS_STRUCT_SIZE);
+  kiln_bundle_close(bundle, nullptr);
 }
 
 TEST_F(InspectTest, IndicesOutOfRangeAreRefusedAndChangeNothing) {

@@ -2,12 +2,21 @@
 // through the counters below (--wrap).
 
 #include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <pthread.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/types.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdarg>
+#include <cstddef>
 #include <cstdlib>
+#include <functional>
 
 #include "runtime/kiln.h"
 #include "tests/support/fake_driver.h"
@@ -154,6 +163,77 @@ TEST(LaunchPathTest, CudaAllocatesAndLocksNothingAndMakesNoSystemCall) {
   kiln_modules_unload(modules, nullptr);
   kiln_bundle_close(bundle, nullptr);
 }
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+
+// Runs `work` in a child that the kernel kills at its first system call; true
+// if it made none. Sanitizers make some of their own.
+bool MakesNoSystemCall(const std::function<bool()>& work) {
+  const pid_t child = fork();
+  if (child == 0) {
+    // Everything but exit_group, which ends the experiment.
+    const sock_filter rules[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_exit_group, 1, 0),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+    const sock_fprog program = {.len = sizeof(rules) / sizeof(rules[0]),
+                                .filter = const_cast<sock_filter*>(rules)};
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
+        prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) {
+      _exit(2);
+    }
+    _exit(work() ? 0 : 1);
+  }
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  if (WIFSIGNALED(status)) {
+    EXPECT_EQ(WTERMSIG(status), SIGSYS);
+    return false;
+  }
+  EXPECT_EQ(WEXITSTATUS(status), 0) << "1: the work failed, 2: no seccomp";
+  return true;
+}
+
+TEST(LaunchPathTest, TheKernelSeesNoSystemCall) {
+  FakeDriver::Get().Reset();
+  g_current = FakeDriver::Get().context(0);
+  kiln_driver_t driver = *FakeDriver::Get().table();
+  driver.launch_kernel = CountLaunch;
+  driver.ctx_get_current = CurrentContext;
+  kiln_bundle_t* bundle = OpenTiny({TinyCudaSection()});
+  kiln_load_options_t options = {};
+  options.struct_size = sizeof(options);
+  options.driver = &driver;
+  kiln_modules_t* modules = nullptr;
+  ASSERT_EQ(kiln_modules_load(bundle, &options, &modules, nullptr),
+            KILN_STATUS_OK);
+  EXPECT_FALSE(MakesNoSystemCall([] { return getppid() != 0; }));
+  EXPECT_TRUE(MakesNoSystemCall([&] {
+    const uint64_t params[2] = {1, 2};
+    void* arena = reinterpret_cast<void*>(0x100000);
+    kiln_error_t error = {};
+    bool ok = true;
+    for (uint64_t m = 0; m <= 70; ++m) {
+      const kiln_entry_t* entry = nullptr;
+      const kiln_status_t found =
+          kiln_entry_find(modules, "moe", m, &entry, &error);
+      ok = ok && (found == KILN_STATUS_OK) == (m <= 64);
+      if (found != KILN_STATUS_OK) continue;
+      ok = ok && kiln_launch(modules, entry, m, params, sizeof(params), arena,
+                             1 << 20, nullptr, &error) == KILN_STATUS_OK;
+      // Refusals, with their texts.
+      ok = ok && (kiln_launch(modules, entry, m, params, sizeof(params),
+                              nullptr, 0, nullptr, &error) ==
+                  (m == 0 ? KILN_STATUS_OK : KILN_STATUS_ARENA_MISSING));
+    }
+    return ok;
+  }));
+  kiln_modules_unload(modules, nullptr);
+  kiln_bundle_close(bundle, nullptr);
+}
+
+#endif
 
 TEST(LaunchPathTest, CpuAllocatesNothingAndTakesOneLock) {
   kiln_bundle_t* bundle = OpenTiny({TinyCpuSection(TinyKernelBinary())});

@@ -180,10 +180,9 @@ TEST(OverlappedLaunchTest, EveryStepButTheFirstMayStartEarly) {
                           Address(0x100000), 1 << 20, nullptr, &error),
               KILN_STATUS_OK)
         << error.message;
-    EXPECT_THAT(fake.calls(),
-                ElementsAre("cuCtxGetCurrent", "cuLaunchKernel",
-                            overlapped ? "cuLaunchKernelEx"
-                                       : "cuLaunchKernel"));
+    EXPECT_THAT(fake.calls(), ElementsAre("cuCtxGetCurrent", "cuLaunchKernel",
+                                          overlapped ? "cuLaunchKernelEx"
+                                                     : "cuLaunchKernel"));
     ASSERT_EQ(fake.launches().size(), 2u);
     EXPECT_FALSE(fake.launches()[0].overlapped);
     EXPECT_EQ(fake.launches()[1].overlapped, overlapped);
@@ -192,6 +191,46 @@ TEST(OverlappedLaunchTest, EveryStepButTheFirstMayStartEarly) {
     kiln_modules_unload(modules, nullptr);
     kiln_bundle_close(bundle, nullptr);
   }
+}
+
+TEST(OverlappedLaunchTest, EveryFailingCallIsReportedAndTheNextLaunchWorks) {
+  FakeDriver& fake = FakeDriver::Get();
+  fake.Reset();
+  BundleSection section = TinyCudaSection();
+  section.entries[0].plans[2].body.overlapped = true;
+  kiln_bundle_t* bundle = OpenTiny({section});
+  kiln_load_options_t options = {};
+  options.struct_size = sizeof(options);
+  options.driver = fake.table();
+  kiln_modules_t* modules = nullptr;
+  ASSERT_EQ(kiln_modules_load(bundle, &options, &modules, nullptr),
+            KILN_STATUS_OK);
+  const kiln_entry_t* entry = nullptr;
+  ASSERT_EQ(kiln_entry_find(modules, "moe", 37, &entry, nullptr),
+            KILN_STATUS_OK);
+  const uint64_t params[2] = {0x1000, 0x2000};
+  kiln_error_t error = {};
+  std::vector<std::string> failures;
+  for (int n = 1;; ++n) {
+    ASSERT_LT(n, 20);
+    fake.ClearLog();
+    fake.FailCall(n, 2);
+    const kiln_status_t status =
+        kiln_launch(modules, entry, 37, params, sizeof(params),
+                    Address(0x100000), 1 << 20, nullptr, &error);
+    if (!fake.failed()) {
+      EXPECT_EQ(status, KILN_STATUS_OK);
+      break;
+    }
+    failures.push_back(fake.calls().back());
+    EXPECT_EQ(status, KILN_STATUS_DRIVER);
+    EXPECT_EQ(error.driver_code, 2);
+    EXPECT_THAT(error.message, HasSubstr(failures.back() + " failed"));
+  }
+  EXPECT_THAT(failures, ElementsAre("cuCtxGetCurrent", "cuLaunchKernel",
+                                    "cuLaunchKernelEx"));
+  kiln_modules_unload(modules, nullptr);
+  kiln_bundle_close(bundle, nullptr);
 }
 
 TEST_F(CudaLaunchTest, WorksWhileAnotherContextIsCurrent) {

@@ -41,6 +41,7 @@ using DevicePointer = unsigned long long;
 struct Cuda {
   int (*init)(unsigned) = nullptr;
   int (*device_get)(int*, int) = nullptr;
+  int (*name)(char*, int, int) = nullptr;
   int (*retain)(CUctx_st**, int) = nullptr;
   int (*release)(int) = nullptr;
   int (*set_current)(CUctx_st*) = nullptr;
@@ -74,6 +75,7 @@ struct Cuda {
     };
     find("cuInit", &init);
     find("cuDeviceGet", &device_get);
+    find("cuDeviceGetName", &name);
     find("cuDevicePrimaryCtxRetain", &retain);
     find("cuDevicePrimaryCtxRelease_v2", &release);
     find("cuCtxSetCurrent", &set_current);
@@ -457,6 +459,13 @@ double Quantile(std::vector<double> values, double q) {
                                     static_cast<double>(values.size() - 1))];
 }
 
+// Into gtest's report, from which tools/runtime_receipt.py makes a receipt.
+void Record(const char* key, double value) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.9g", value);
+  ::testing::Test::RecordProperty(key, text);
+}
+
 // Prints numbers for the record; the bounds are loose enough for any machine
 // and catch an accidental lock, copy or quadratic loop.
 TEST_F(RuntimeGpuTest, CostsLittleMoreThanTheDriver) {
@@ -551,6 +560,18 @@ TEST_F(RuntimeGpuTest, CostsLittleMoreThanTheDriver) {
       "driver calls, made raw: %.2f ms\n",
       Median(opens) * 1e3, Median(roots) * 1e3, Median(preflights) * 1e3);
   EXPECT_LT(Median(ours), 2 * Median(raw) + 0.02);
+  char device_name[128] = {};
+  int version = 0;
+  ASSERT_EQ(cuda_.name(device_name, sizeof(device_name) - 1, device_), 0);
+  ASSERT_EQ(driver->driver_get_version(&version), 0);
+  RecordProperty("device", device_name);
+  RecordProperty("target", section.target.ToString());
+  RecordProperty("driver_version", version);
+  Record("load_ms", Median(ours) * 1e3);
+  Record("load_raw_ms", Median(raw) * 1e3);
+  Record("load_over_raw", Median(ratios));
+  Record("open_ms", Median(opens) * 1e3);
+  Record("root_ms", Median(roots) * 1e3);
 
   const kiln_entry_t* entry = nullptr;
   constexpr int kFinds = 100000;
@@ -568,6 +589,7 @@ TEST_F(RuntimeGpuTest, CostsLittleMoreThanTheDriver) {
   ASSERT_EQ(failures, 0) << "a refusal is not what is timed here";
   std::printf("find: %.1f ns (quartiles %.1f..%.1f)\n", Median(finds),
               Quantile(finds, 0.25), Quantile(finds, 0.75));
+  Record("find_ns", Median(finds));
 
   // The same two launches raw, in alternating blocks.
   CUmod_st* module = nullptr;
@@ -658,15 +680,21 @@ TEST_F(RuntimeGpuTest, CostsLittleMoreThanTheDriver) {
   CUctx_st* current = nullptr;
   const Clock::time_point begin = Clock::now();
   for (int i = 0; i < 100000; ++i) driver->ctx_get_current(&current);
+  const double get_current_ns = Seconds(begin) / 100000 * 1e9;
   std::printf("cuCtxGetCurrent, which every launch calls: %.1f ns\n",
-              Seconds(begin) / 100000 * 1e9);
+              get_current_ns);
+  Record("get_current_ns", get_current_ns);
   std::printf("kiln_launch of two steps: p50 %.0f ns; the same raw: %.0f ns\n",
               Median(times[0]), Median(times[1]));
-  for (const auto& [name, a, b] :
-       {std::tuple{"kiln_launch - raw", 0, 1},
-        std::tuple{"raw - raw (control)", 2, 1},
-        std::tuple{"raw with a packed block - raw", 3, 1}}) {
+  Record("launch_ns", Median(times[0]));
+  Record("launch_raw_ns", Median(times[1]));
+  for (const auto& [name, key, a, b] :
+       {std::tuple{"kiln_launch - raw", "launch_minus_raw_ns", 0, 1},
+        std::tuple{"raw - raw (control)", "raw_minus_raw_ns", 2, 1},
+        std::tuple{"raw with a packed block - raw", "packed_minus_raw_ns", 3,
+                   1}}) {
     const std::vector<double> ns = difference(a, b);
+    Record(key, Median(ns));
     std::printf("%s: p50 %.0f ns (quartiles %.0f..%.0f), of p50s %.0f ns\n",
                 name, Median(ns), Quantile(ns, 0.25), Quantile(ns, 0.75),
                 Median(times[a]) - Median(times[b]));

@@ -93,6 +93,52 @@ class RuntimeSymbolsTest(unittest.TestCase):
                        "printf", "stderr", "stdout"):
             self.assertNotRegex(undefined, rf"\b{banned}", banned)
 
+    def test_the_file_has_the_version_of_the_header(self):
+        header = read("runtime/kiln.h")
+        version = ".".join(re.search(
+            rf"KILN_RUNTIME_ABI_{part} (\d+)", header)[1]
+            for part in ("MAJOR", "MINOR"))
+        self.assertTrue(os.path.realpath(LIBRARY).endswith(f".so.{version}"),
+                        os.path.realpath(LIBRARY))
+
+    def test_the_start_up_code_of_the_readme_compiles(self):
+        section = read("runtime/README.md").split("## Start-up\n")[1]
+        code = section.split("```c\n")[1].split("```")[0]
+        self.assertIn("kiln_bundle_open_file(", code)
+        engine = """
+#include <stdint.h>
+#include <stdio.h>
+typedef struct CUctx_st* CUcontext;
+static void *x, *topk_ids, *topk_weights, *out, *arena;
+static struct CUstream_st* stream;
+static uint64_t m;
+"""
+        with tempfile.TemporaryDirectory() as folder:
+            os.mkdir(os.path.join(folder, "kiln"))
+            for name, text in (("kiln/kiln.h", read("runtime/kiln.h")),
+                               ("engine.c", engine + code)):
+                with open(os.path.join(folder, name), "w",
+                          encoding="utf-8") as handle:
+                    handle.write(text)
+            run("cc", "-std=c11", "-Wall", "-Wextra", "-Werror",
+                "-fsyntax-only", f"-I{folder}",
+                os.path.join(folder, "engine.c"))
+
+    def test_an_engine_author_finds_it_from_the_first_page(self):
+        # README -> a table on its first screen -> the section -> the code.
+        first = read("README.md").splitlines()[:32]
+        row = [line for line in first if "engine" in line and
+               "](#in-an-engine)" in line and "](runtime/README.md" in line]
+        self.assertEqual(len(row), 1, first)
+        self.assertIn("\n## In an engine\n", read("README.md"))
+        for path in re.findall(r"\]\(([\w/.]+?)(?:#[\w-]+)?\)",
+                               "\n".join(first)):
+            self.assertTrue(os.path.exists(os.path.join(ROOT, path)), path)
+        for anchor in re.findall(r"runtime/README.md#([\w-]+)",
+                                 "\n".join(first)):
+            self.assertIn(f"\n## {anchor.capitalize()}\n",
+                          read("runtime/README.md"))
+
     def test_stack_is_not_executable(self):
         stack = [line for line in
                  run("readelf", "-lW", LIBRARY).splitlines()
