@@ -319,6 +319,11 @@ absl::StatusOr<MergeReport> PlanCache::MergeFrom(PlanCache* source,
 
 absl::StatusOr<ExportReport> PlanCache::ExportTo(
     const std::string& path, absl::Span<const Digest> plans) {
+  std::error_code ignored;
+  if (!path_.empty() && std::filesystem::equivalent(path, path_, ignored)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        path, " is the cache itself, which an export would replace"));
+  }
   ASSIGN_OR_RETURN(std::unique_ptr<Database> database,
                    NewMemoryDatabase(kCacheSchemaVersion));
   PlanCacheOptions options = options_;

@@ -78,7 +78,7 @@ uint32_t BigEndian32(absl::string_view bytes, size_t offset) {
 absl::StatusOr<CacheFileState> StateOf(const std::string& path) {
   struct stat info;
   if (stat(path.c_str(), &info) != 0) {
-    if (errno == ENOENT || errno == ENOTDIR) return CacheFileState{};
+    if (errno == ENOENT) return CacheFileState{};
     return ErrnoStatus(errno, "cannot stat", path);
   }
   if (!S_ISREG(info.st_mode)) {

@@ -131,11 +131,13 @@ class PlanCache {
   absl::StatusOr<bool> ContainsProgram(const Digest& key);
 
   // Stores all or none in one transaction, and forgets the rejects of their
-  // keys. Storing an equal program again changes nothing.
+  // keys; `rejects` as PutRejects does, in the same transaction. Storing an
+  // equal program again changes nothing.
   //   Errors: DataLoss when a key already has another binary or other kernels,
   //   naming both digests; Internal when a program's own digests do not match
   //   its bytes; FailedPrecondition in read-only mode.
-  absl::Status PutPrograms(absl::Span<const Program> programs);
+  absl::Status PutPrograms(absl::Span<const Program> programs,
+                           absl::Span<const Reject> rejects = {});
   absl::Status PutProgram(const Program& program);
 
   // Rejects. ------------------------------------------------------------------
@@ -233,7 +235,7 @@ class PlanCache {
   // a cache of its own (see PlanCacheOptions::file_name). Equal rows give equal
   // bytes. Built in memory.
   //   Errors: NotFound for a plan that is missing; DataLoss where a chosen row
-  //   is damaged.
+  //   is damaged; InvalidArgument where `path` is the file of this cache.
   absl::StatusOr<ExportReport> ExportTo(const std::string& path,
                                         absl::Span<const Digest> plans);
   // Removes what is old, and then what is oldest until the file is small

@@ -341,18 +341,21 @@ absl::Status PlanCache::WriteProgram(const Program& program) {
   return DropLease(key);
 }
 
-absl::Status PlanCache::PutPrograms(absl::Span<const Program> programs) {
-  if (programs.empty()) return absl::OkStatus();
+absl::Status PlanCache::PutPrograms(absl::Span<const Program> programs,
+                                    absl::Span<const Reject> rejects) {
+  if (programs.empty() && rejects.empty()) return absl::OkStatus();
   RETURN_IF_ERROR(RequireWritable());
   for (const Program& program : programs) {
     RETURN_IF_ERROR(CheckProgram(program));
   }
+  for (const Reject& reject : rejects) RETURN_IF_ERROR(CheckReject(reject));
   ASSIGN_OR_RETURN(
       Transaction transaction,
       Transaction::Begin(database_.get(), Transaction::Kind::kWrite));
   for (const Program& program : programs) {
     RETURN_IF_ERROR(WriteProgram(program));
   }
+  for (const Reject& reject : rejects) RETURN_IF_ERROR(WriteReject(reject));
   return transaction.Commit();
 }
 
@@ -459,14 +462,7 @@ absl::Status PlanCache::WriteReject(const Reject& reject) {
 }
 
 absl::Status PlanCache::PutRejects(absl::Span<const Reject> rejects) {
-  if (rejects.empty()) return absl::OkStatus();
-  RETURN_IF_ERROR(RequireWritable());
-  for (const Reject& reject : rejects) RETURN_IF_ERROR(CheckReject(reject));
-  ASSIGN_OR_RETURN(
-      Transaction transaction,
-      Transaction::Begin(database_.get(), Transaction::Kind::kWrite));
-  for (const Reject& reject : rejects) RETURN_IF_ERROR(WriteReject(reject));
-  return transaction.Commit();
+  return PutPrograms({}, rejects);
 }
 
 absl::Status PlanCache::PutReject(const Reject& reject) {

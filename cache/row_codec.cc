@@ -1,5 +1,6 @@
 #include "cache/row_codec.h"
 
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -39,10 +40,11 @@ bool ParseNumber(absl::string_view text, uint32_t* value) {
 bool ParseParams(absl::string_view text, std::vector<KernelParam>* params) {
   if (text == "-") return true;
   for (const absl::string_view item : absl::StrSplit(text, ',')) {
-    const std::vector<absl::string_view> parts = absl::StrSplit(item, ':');
+    const size_t colon = item.find(':');
     KernelParam param;
-    if (parts.size() != 2 || !ParseNumber(parts[0], &param.offset) ||
-        !ParseNumber(parts[1], &param.bytes)) {
+    if (colon == absl::string_view::npos ||
+        !ParseNumber(item.substr(0, colon), &param.offset) ||
+        !ParseNumber(item.substr(colon + 1), &param.bytes)) {
       return false;
     }
     params->push_back(param);
@@ -159,9 +161,15 @@ absl::StatusOr<std::vector<Kernel>> KernelsFromText(absl::string_view text) {
   while (!text.empty()) {
     const size_t end = text.find('\n');
     const absl::string_view line = text.substr(0, end);
-    const std::vector<absl::string_view> fields = absl::StrSplit(line, ' ');
+    // Without a list in memory: every look-up of a program comes by here.
+    std::array<absl::string_view, 7> fields;
+    size_t count = 0;
+    for (const absl::string_view field : absl::StrSplit(line, ' ')) {
+      if (count < fields.size()) fields[count] = field;
+      ++count;
+    }
     Kernel kernel;
-    if (end == absl::string_view::npos || fields.size() != 7 ||
+    if (end == absl::string_view::npos || count != fields.size() ||
         fields[0].empty() || !ParseNumber(fields[1], &kernel.registers) ||
         !ParseNumber(fields[2], &kernel.static_shared_bytes) ||
         !ParseNumber(fields[3], &kernel.local_bytes) ||

@@ -35,6 +35,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kCancelPeriod(100);
+// Results wait for others this many times as long as the last ones took to be
+// handed over, within a bound.
+constexpr int kPatience = 4;
+constexpr std::chrono::milliseconds kPatienceMax(250);
 // A job whose worker was killed from outside gets this many tries in all.
 constexpr int kTriesMax = 2;
 // Workers of one backend that end in a row before they are ready.
@@ -179,7 +183,7 @@ class CompilePool::Impl {
 
   // Called by Run.
   void StopBatch();
-  std::vector<Event> AwaitEvents();
+  std::vector<Event> AwaitEvents(Clock::time_point until);
 
   // Called by the worker thread.
   void Loop();
@@ -248,36 +252,49 @@ absl::StatusOr<std::vector<CompileResult>> CompilePool::Impl::Run(
   std::vector<CompileResult> results(jobs.size());
   CompileProgress progress{.done = 0, .total = jobs.size(), .current = {}};
   absl::Status failure;
+  std::vector<CompileResult> finished;  // not handed over yet
+  Clock::time_point due;                // when these are
+  Clock::duration patience{0};
+  const auto hand_over = [&] {
+    const Clock::time_point begin = Clock::now();
+    if (callbacks.on_results) {
+      const absl::Status status = callbacks.on_results(finished);
+      if (failure.ok()) failure = status;
+    }
+    patience = std::min<Clock::duration>(kPatience * (Clock::now() - begin),
+                                         kPatienceMax);
+    for (CompileResult& result : finished) {
+      const size_t index = result.index;
+      results[index] = std::move(result);
+    }
+    finished.clear();
+  };
   while (progress.done < jobs.size() && failure.ok()) {
     if (callbacks.cancelled && callbacks.cancelled()) {
       failure = absl::CancelledError("compiling was cancelled");
       break;
     }
-    std::vector<CompileResult> finished;
-    for (Event& event : AwaitEvents()) {
+    Clock::time_point until = Clock::now() + kCancelPeriod;
+    if (!finished.empty()) until = std::min(until, due);
+    for (Event& event : AwaitEvents(until)) {
       switch (event.kind) {
         case Event::Kind::kStarted:
           progress.current = JobLabel(jobs[event.index]);
           break;
         case Event::Kind::kFinished:
+          if (finished.empty()) due = Clock::now() + patience;
           finished.push_back(std::move(event.result));
+          ++progress.done;
           break;
         case Event::Kind::kFailed:
           failure = std::move(event.failure);
           break;
       }
     }
-    progress.done += finished.size();
-    if (!finished.empty() && callbacks.on_results) {
-      const absl::Status status = callbacks.on_results(finished);
-      if (failure.ok()) failure = status;
-    }
+    if (!finished.empty() && Clock::now() >= due) hand_over();
     if (callbacks.on_progress) callbacks.on_progress(progress);
-    for (CompileResult& result : finished) {
-      const size_t index = result.index;
-      results[index] = std::move(result);
-    }
   }
+  if (!finished.empty()) hand_over();
   StopBatch();
   const std::lock_guard<std::mutex> lock(mutex_);
   stats_.wall_seconds += SecondsSince(start);
@@ -296,10 +313,10 @@ void CompilePool::Impl::StopBatch() {
   arrived_.wait(lock, [this] { return !active_; });
 }
 
-// Everything that has arrived; nothing when a tenth of a second passes.
-std::vector<Event> CompilePool::Impl::AwaitEvents() {
+// Everything that has arrived; nothing when the time is up.
+std::vector<Event> CompilePool::Impl::AwaitEvents(Clock::time_point until) {
   std::unique_lock<std::mutex> lock(mutex_);
-  arrived_.wait_for(lock, kCancelPeriod, [this] { return !events_.empty(); });
+  arrived_.wait_until(lock, until, [this] { return !events_.empty(); });
   std::vector<Event> events(std::make_move_iterator(events_.begin()),
                             std::make_move_iterator(events_.end()));
   events_.clear();

@@ -52,9 +52,12 @@ struct CompileProgress {
 // Both are called on the thread that called Run, never at the same time, and
 // never hold up the workers.
 struct CompileCallbacks {
-  // Results in order of completion, as many as have come in since the last
-  // call: one transaction per call is the right amount of writing. An error
-  // stops the run, which returns it.
+  // Results in order of completion: one transaction per call is the right
+  // amount of writing. Those that come in during a call wait for its end and,
+  // while others still compile, up to four times as long as the call took
+  // (at most a quarter of a second), so that slow writing is done for several
+  // at once and takes a fifth of the time at most. All are handed over, also
+  // when the run is stopped. An error stops the run, which returns it.
   std::function<absl::Status(absl::Span<const CompileResult>)> on_results =
       nullptr;
   std::function<void(const CompileProgress&)> on_progress = nullptr;

@@ -67,9 +67,9 @@ absl::StatusOr<RequestGeometry> GeometryOf(const BundleView& bundle,
       if (bundle.Entry(s, e).name == entry) return bundle.Geometry(s, e);
     }
   }
-  return absl::NotFoundError(absl::StrCat("the bundle has no entry \"", entry,
-                                          "\" for ", target.ToString(),
-                                          "; see kiln inspect"));
+  return absl::FailedPreconditionError(
+      absl::StrCat("the bundle has no entry \"", entry, "\" for ",
+                   target.ToString(), "; see kiln inspect"));
 }
 
 }  // namespace kiln

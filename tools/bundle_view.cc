@@ -34,10 +34,12 @@ absl::StatusOr<BundleView> BundleView::Open(const std::string& path,
   kiln_bundle_t* bundle = nullptr;
   const kiln_status_t status =
       kiln_bundle_open_file(path.c_str(), &options, &bundle, &error);
-  if (status == KILN_STATUS_FILE_NOT_FOUND ||
-      status == KILN_STATUS_FILE_UNREADABLE) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(error.message, " (", kiln_status_name(status), ")"));
+  if (status == KILN_STATUS_FILE_UNREADABLE) {
+    const std::string message =
+        absl::StrCat(error.message, " (", kiln_status_name(status), ")");
+    // Without a number of the system's it is no file, as ReadFile has it.
+    return error.driver_code == 0 ? absl::InvalidArgumentError(message)
+                                  : absl::UnavailableError(message);
   }
   RETURN_IF_ERROR(RuntimeStatus(status, error));
   return BundleView(bundle);

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
@@ -139,6 +140,7 @@ int ExitCodeOf(const absl::Status& status) {
     case absl::StatusCode::kOk:
       return kExitDone;
     case absl::StatusCode::kInvalidArgument:
+    case absl::StatusCode::kNotFound:  // of what the command line names
       return kExitUsage;
     case absl::StatusCode::kFailedPrecondition:
     case absl::StatusCode::kDataLoss:
@@ -225,11 +227,18 @@ absl::StatusOr<PrewarmOptions> MakePrewarmOptions(
   options.toolchain = [global](
                           Backend backend,
                           ProbeMemo* memo) -> absl::StatusOr<CompilerSetup> {
-    if (backend == Backend::kCuda) {
-      return ProbeNvrtc(MakeNvrtcOptions(global), memo);
+    const bool cuda = backend == Backend::kCuda;
+    const std::string& named = cuda ? global.nvrtc : global.cc_cpu;
+    absl::StatusOr<CompilerSetup> setup =
+        cuda ? ProbeNvrtc(MakeNvrtcOptions(global), memo)
+             : ProbeCcCpu(named.empty() ? DefaultCcCpuPath() : named, memo);
+    // A machine without a compiler is no mistake on the command line.
+    std::error_code ignored;
+    if (absl::IsNotFound(setup.status()) && !named.empty() &&
+        !std::filesystem::exists(named, ignored)) {
+      return absl::InvalidArgumentError(setup.status().message());
     }
-    return ProbeCcCpu(
-        global.cc_cpu.empty() ? DefaultCcCpuPath() : global.cc_cpu, memo);
+    return setup;
   };
   return options;
 }

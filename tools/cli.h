@@ -27,10 +27,11 @@ namespace kiln {
 enum ExitCode {
   kExitDone = 0,
   kExitFailed = 1,
-  kExitDifferent = 1,  // of diff
-  kExitUsage = 2,
-  kExitIncomplete = 3,
-  kExitRefused = 4,
+  kExitDifferent = 1,   // of diff
+  kExitUsage = 2,       // also: a named file or folder is not there, or is a
+                        // folder where a file is meant
+  kExitIncomplete = 3,  // some interval has no verified winner
+  kExitRefused = 4,     // fingerprint, digest, target or policy
 };
 
 // Options before the verb.

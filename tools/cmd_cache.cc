@@ -141,6 +141,18 @@ absl::StatusOr<PlanCache> OpenFor(const GlobalOptions& global, bool dry_run) {
   return dry_run ? OpenCacheToRead(global) : OpenCache(global);
 }
 
+// Whether there is anything to check or to remove. Where a folder was mistyped
+// no empty cache is made.
+bool CacheExists(const GlobalOptions& global) {
+  std::error_code ignored;
+  return std::filesystem::exists(
+      std::filesystem::path(CacheDirectory(global)) / kCacheFileName, ignored);
+}
+
+const char* NameOf(const std::string& path) {
+  return path.empty() ? "a cache without a file" : path.c_str();
+}
+
 absl::StatusOr<PlanCache> OpenSource(const std::string& directory,
                                      const std::string& file_name) {
   PlanCacheOptions options;
@@ -152,6 +164,13 @@ absl::StatusOr<PlanCache> OpenSource(const std::string& directory,
   std::error_code ignored;
   if (!std::filesystem::exists(path, ignored)) {
     return absl::NotFoundError(absl::StrCat("no cache at ", path.string()));
+  }
+  // As a copy that failed leaves it. To read it as a cache without rows would
+  // hide that.
+  if (std::filesystem::is_regular_file(path, ignored) &&
+      std::filesystem::file_size(path, ignored) == 0) {
+    return absl::DataLossError(
+        absl::StrCat(path.string(), " is empty, expected a cache"));
   }
   return PlanCache::Open(options);
 }
@@ -174,7 +193,7 @@ absl::StatusOr<int> RunCacheStats(const GlobalOptions& global) {
                {"tables", std::move(tables)}});
     return kExitDone;
   }
-  std::printf("%s: schema %d, %s, of it %s unused\n", stats.path.c_str(),
+  std::printf("%s: schema %d, %s, of it %s unused\n", NameOf(stats.path),
               stats.schema_version,
               FormatBytes(static_cast<uint64_t>(stats.bytes)).c_str(),
               FormatBytes(static_cast<uint64_t>(stats.free_bytes)).c_str());
@@ -189,7 +208,8 @@ absl::StatusOr<int> RunCacheStats(const GlobalOptions& global) {
 
 absl::StatusOr<int> RunCacheCheck(const GlobalOptions& global,
                                   const CacheCheckCommand& command) {
-  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
+  const bool exists = CacheExists(global);
+  ASSIGN_OR_RETURN(PlanCache cache, OpenFor(global, !exists));
   ASSIGN_OR_RETURN(std::vector<CacheFinding> findings, cache.Check());
   Json out;
   out["path"] = cache.path();
@@ -206,8 +226,10 @@ absl::StatusOr<int> RunCacheCheck(const GlobalOptions& global,
   PrintWarnings(&cache);
   if (global.json) {
     PrintJson(out);
+  } else if (!exists) {
+    std::printf("there is nothing to check\n");
   } else if (findings.empty()) {
-    std::printf("%s is whole\n", cache.path().c_str());
+    std::printf("%s is whole\n", NameOf(cache.path()));
   }
   return findings.empty() ? kExitDone : kExitRefused;
 }
@@ -218,9 +240,9 @@ absl::StatusOr<int> RunCacheGc(const GlobalOptions& global,
     return absl::InvalidArgumentError(
         "nothing says what may go; give --max-bytes, --max-age or both");
   }
-  ASSIGN_OR_RETURN(PlanCache cache, OpenFor(global, command.dry_run));
   GcOptions options;
-  options.dry_run = command.dry_run;
+  options.dry_run = command.dry_run || !CacheExists(global);
+  ASSIGN_OR_RETURN(PlanCache cache, OpenFor(global, options.dry_run));
   ASSIGN_OR_RETURN(options.root_plans, PlanKeysOf(global, command.manifests,
                                                   command.planning, &cache));
   ASSIGN_OR_RETURN(options.root_programs, ProgramsOfBundles(command.bundles));
@@ -342,6 +364,13 @@ absl::StatusOr<int> RunCacheImport(const GlobalOptions& global,
     }
   }
   const std::filesystem::path path = command.file;
+  std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        command.file,
+        " is a folder, expected a file that kiln cache export wrote; kiln "
+        "cache merge takes folders"));
+  }
   ASSIGN_OR_RETURN(
       PlanCache source,
       OpenSource(path.has_parent_path() ? path.parent_path().string() : ".",

@@ -75,6 +75,8 @@ void PrintJson(const PrewarmReport& report,
   out["predicted"] = report.predicted;
   out["seconds"] = report.seconds;
   out["compile_cpu_seconds"] = report.compile_cpu_seconds;
+  out["publish_seconds"] = report.publish_seconds;
+  out["publish_transactions"] = report.publish_transactions;
   if (report.stopped_after.has_value()) {
     out["stopped_after"] = std::string(StageName(*report.stopped_after));
   }

@@ -50,6 +50,15 @@ CLI::Validator WholeNumber() {
       "");
 }
 
+// An unset variable of a script must not mean the default.
+CLI::Validator NotEmpty() {
+  return CLI::Validator(
+      [](std::string& text) -> std::string {
+        return text.empty() ? "\"\" names nothing" : "";
+      },
+      "");
+}
+
 // A shell may close what a program should inherit; a file that is opened later
 // must not take the place of stdout or stderr.
 void OccupyStandardStreams() {
@@ -139,25 +148,28 @@ int Run(int argc, char** argv) {
   app.require_subcommand(1);
   app.fallthrough();
   app.footer(
-      "Exit codes: 0 done, 1 failed, 2 usage or invalid input, 3 incomplete "
-      "(an interval has\nno verified winner), 4 refused (fingerprint, digest, "
-      "target or policy).");
+      "Exit codes: 0 done, 1 failed, 2 usage, invalid input or a named file "
+      "that is not there,\n3 incomplete (an interval has no verified winner), "
+      "4 refused (fingerprint, digest,\ntarget or policy).");
 
   kiln::GlobalOptions global;
   app.add_option("--cache", global.cache,
                  "Cache folder (default $KILN_CACHE, $XDG_CACHE_HOME/kiln or "
                  "~/.cache/kiln)")
-      ->type_name("DIR");
+      ->type_name("DIR")
+      ->check(NotEmpty());
   app.add_option("--cache-mode", global.cache_mode,
                  "read-write, read-only or off (default read-write)")
       ->type_name("MODE");
   app.add_flag("--json", global.json, "Results as JSON on stdout");
   app.add_option("--nvrtc", global.nvrtc,
                  "libnvrtc to compile with (default: searched for)")
-      ->type_name("FILE");
+      ->type_name("FILE")
+      ->check(NotEmpty());
   app.add_option("--cc-cpu", global.cc_cpu,
                  "kiln-cc-cpu to compile with (default: beside kiln)")
-      ->type_name("FILE");
+      ->type_name("FILE")
+      ->check(NotEmpty());
 
   Verb chosen;
 
@@ -367,7 +379,8 @@ int Run(int argc, char** argv) {
   verb = cache->add_subcommand("merge",
                                "Add all that other caches have to this one");
   verb->add_option("folders", merge.directories, "Cache folders to add")
-      ->required();
+      ->required()
+      ->check(NotEmpty());
   AddPrefer(verb, &merge.prefer, &merge.dry_run);
   verb->callback(
       [&] { chosen = [&] { return RunCacheMerge(global, merge); }; });

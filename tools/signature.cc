@@ -37,13 +37,6 @@ std::string HexOf(const std::array<uint8_t, kBytes>& bytes) {
   return ToHex({reinterpret_cast<const char*>(bytes.data()), kBytes});
 }
 
-// A named input that is not there is a mistake on the command line, for keys as
-// for bundles.
-absl::Status MissingIsUsage(const absl::Status& status) {
-  if (!absl::IsNotFound(status)) return status;
-  return absl::InvalidArgumentError(status.message());
-}
-
 // The bytes of "TYPE HEX\n".
 absl::StatusOr<std::string> Parse(absl::string_view text,
                                   absl::string_view type, size_t bytes,
@@ -98,7 +91,7 @@ absl::StatusOr<Seed> ReadSecret(const std::string& path) {
   const int fd = open(
       path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY);
   if (fd < 0) {
-    return MissingIsUsage(ErrnoStatus(errno, "cannot open secret key", path));
+    return ErrnoStatus(errno, "cannot open secret key", path);
   }
   const absl::Cleanup closer = [fd] { close(fd); };
   struct stat info;
@@ -106,7 +99,7 @@ absl::StatusOr<Seed> ReadSecret(const std::string& path) {
     return ErrnoStatus(errno, "cannot examine secret key", path);
   }
   if (!S_ISREG(info.st_mode)) {
-    return absl::FailedPreconditionError(
+    return absl::InvalidArgumentError(
         absl::StrCat("secret key ", path, " is not a regular file"));
   }
   if (info.st_uid != geteuid()) {
@@ -183,7 +176,7 @@ absl::StatusOr<std::string> CheckSignature(const Digest& root,
   KILN_CHECK(sodium_init() >= 0);
   const absl::StatusOr<std::string> key_text =
       ReadFile(public_key_path, kFileBytesMax);
-  RETURN_IF_ERROR(MissingIsUsage(key_text.status()));
+  RETURN_IF_ERROR(key_text.status());
   ASSIGN_OR_RETURN(
       const std::string key,
       Parse(*key_text, kPublicType, sizeof(PublicKey), public_key_path));

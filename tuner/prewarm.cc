@@ -359,10 +359,11 @@ class Session {
       rejects.push_back(std::move(reject));
     }
     report_.programs_compiled += programs.size();
-    RETURN_IF_ERROR(cache_.PutPrograms(programs));
+    const Stopwatch watch;
+    RETURN_IF_ERROR(cache_.PutPrograms(programs, rejects));
+    report_.publish_seconds += watch.Seconds();
+    if (!programs.empty() || !rejects.empty()) ++report_.publish_transactions;
     for (const Program& program : programs) claims_.Forget(program.key.digest);
-    if (rejects.empty()) return absl::OkStatus();
-    RETURN_IF_ERROR(cache_.PutRejects(rejects));
     for (const Reject& reject : rejects) claims_.Forget(reject.key);
     return absl::OkStatus();
   }

@@ -127,7 +127,11 @@ struct PrewarmReport {
   size_t predicted = 0;                   // plans that were never run
   std::map<std::string, double> seconds;  // by stage, and "total"
   double compile_cpu_seconds = 0;  // sum over compiles, inside the compiler
-  bool complete = false;           // every interval has a plan
+  // Storing what was compiled, while the workers go on, and in how many
+  // transactions.
+  double publish_seconds = 0;
+  size_t publish_transactions = 0;
+  bool complete = false;  // every interval has a plan
   std::optional<Stage> stopped_after;
 };
 

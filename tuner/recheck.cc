@@ -31,7 +31,7 @@ absl::StatusOr<Contender> MakeContender(PlanBody body,
     ASSIGN_OR_RETURN(std::optional<Program> program,
                      cache->FindProgram(digest));
     if (!program.has_value()) {
-      return absl::NotFoundError(absl::StrCat(
+      return absl::UnavailableError(absl::StrCat(
           "program ", digest.Short(), " of ", contender.body.Label(),
           " is not in the cache; run kiln prewarm again"));
     }

@@ -18,10 +18,12 @@ constexpr char kTagHash = 'H';
 constexpr char kTagBegin = '{';
 constexpr char kTagEnd = '}';
 
-void AppendInteger(std::string* out, uint64_t value, int bytes) {
-  for (int i = 0; i < bytes; ++i) {
-    out->push_back(static_cast<char>((value >> (8 * i)) & 0xFF));
+void AppendInteger(std::string* out, uint64_t value, size_t bytes) {
+  char little_endian[8];
+  for (size_t i = 0; i < sizeof(little_endian); ++i) {
+    little_endian[i] = static_cast<char>((value >> (8 * i)) & 0xFF);
   }
+  out->append(little_endian, bytes);
 }
 
 void AppendString(std::string* out, absl::string_view text) {
@@ -129,6 +131,7 @@ Digest Sha256(absl::string_view data) {
 }
 
 CanonicalEncoder::CanonicalEncoder(absl::string_view domain) {
+  bytes_.reserve(1024);  // a typical row of the cache
   AppendString(&bytes_, domain);
 }
 

@@ -86,6 +86,7 @@ absl::Status ErrnoStatus(int errno_value, absl::string_view action,
     case EDQUOT:
       return absl::ResourceExhaustedError(message);
     case EISDIR:
+      return absl::InvalidArgumentError(message);
     case EEXIST:
     case ELOOP:
       return absl::FailedPreconditionError(message);
@@ -104,7 +105,7 @@ absl::StatusOr<std::string> ReadFile(const std::string& path,
     return ErrnoStatus(errno, "cannot stat", path);
   }
   if (!S_ISREG(info.st_mode)) {
-    return absl::FailedPreconditionError(
+    return absl::InvalidArgumentError(
         absl::StrCat(path, " is not a regular file"));
   }
   const auto size = static_cast<uint64_t>(info.st_size);
@@ -136,7 +137,7 @@ absl::Status PendingFile::Open(const std::string& path) {
   if (lstat(path.c_str(), &link) == 0 && S_ISLNK(link.st_mode)) {
     char* const real = realpath(path.c_str(), nullptr);
     if (real == nullptr) {
-      return absl::FailedPreconditionError(
+      return absl::InvalidArgumentError(
           absl::StrCat(path, " is a symbolic link that cannot be followed: ",
                        std::strerror(errno)));
     }
@@ -147,7 +148,7 @@ absl::Status PendingFile::Open(const std::string& path) {
   struct stat old;
   const bool replaces = stat(path_.c_str(), &old) == 0;
   if (replaces && !S_ISREG(old.st_mode)) {
-    return absl::FailedPreconditionError(
+    return absl::InvalidArgumentError(
         absl::StrCat(path, " exists and is not a regular file"));
   }
   // Not mkostemp, which leaves the umask and default permissions out.
@@ -223,7 +224,7 @@ absl::Status MakeDirectories(const std::string& path) {
     return ErrnoStatus(errno, "cannot stat", path);
   }
   if (!S_ISDIR(info.st_mode)) {
-    return absl::FailedPreconditionError(
+    return absl::InvalidArgumentError(
         absl::StrCat(path, " exists and is not a folder"));
   }
   return absl::OkStatus();

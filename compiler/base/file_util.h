@@ -14,8 +14,8 @@
 namespace kiln {
 
 // Reads a regular file of at most `bytes_max` bytes.
-//   Errors: NotFound, PermissionDenied, FailedPrecondition (not a regular
-//   file), ResourceExhausted (larger than bytes_max), Unavailable (I/O).
+//   Errors: NotFound, PermissionDenied, InvalidArgument (not a regular file),
+//   ResourceExhausted (larger than bytes_max), Unavailable (I/O).
 absl::StatusOr<std::string> ReadFile(const std::string& path,
                                      uint64_t bytes_max);
 
@@ -27,8 +27,8 @@ absl::StatusOr<std::string> ReadFile(const std::string& path,
 //
 // A file that is replaced keeps its permissions, a new one has those that the
 // umask leaves. A symbolic link stays, and what it points to is replaced.
-//   Errors of all calls: FailedPrecondition (what exists is no regular file, or
-//   a link to nowhere), NotFound (no such folder), PermissionDenied,
+//   Errors of all calls: InvalidArgument (what exists is no regular file, or a
+//   link to nowhere), NotFound (no such folder), PermissionDenied,
 //   ResourceExhausted (disk full), Unavailable. Sticky: Commit reports the
 //   first.
 class PendingFile {
@@ -56,7 +56,7 @@ absl::Status WriteFileAtomically(const std::string& path,
                                  absl::string_view contents);
 
 // Creates `path` and its parents with the permissions that the umask leaves,
-// each synced into its parent. An existing folder is fine.
+// each synced into its parent. A folder may exist, no file may.
 absl::Status MakeDirectories(const std::string& path);
 
 // absl::Status for `errno_value` met while doing `action` to `path`, for

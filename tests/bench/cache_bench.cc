@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,20 +16,32 @@
 #include "absl/strings/str_join.h"
 #include "cache/plan_cache.h"
 #include "compiler/base/check.h"
+#include "compiler/spec/device_profile.h"
 #include "compiler/spec/manifest.h"
+#include "compiler/toolchain_probe.h"
 #include "tests/cache/cache_fixture.h"
 #include "tests/support/golden.h"
+#include "tests/tuner/cpu_programs.h"
 #include "tuner/prewarm.h"
 
 namespace kiln {
 namespace {
 
+using ::kiln::testing::CcCpuPath;
 using ::kiln::testing::MakeMeasurements;
 using ::kiln::testing::MakePlan;
 using ::kiln::testing::MakeProgram;
 using ::kiln::testing::MakeTestPlanKey;
 using ::kiln::testing::ScratchFolder;
 using ::kiln::testing::TestOptions;
+using ::kiln::testing::WhyNoCcCpu;
+
+class NoProgress : public ProgressSink {
+ public:
+  void Update(Stage, size_t, size_t, const std::string&) override {}
+
+  void Note(const std::string&) override {}
+};
 
 constexpr uint64_t kPlans = 1000;
 constexpr size_t kBinaryBytes = 20'000;
@@ -121,37 +134,59 @@ void BM_ContainsProgram(benchmark::State& state) {
 
 BENCHMARK(BM_ContainsProgram)->Unit(benchmark::kMicrosecond);
 
-// What one sync of this disk takes, beside which publishing is to be read: a
-// commit waits for four.
-void BM_AppendAndSync(benchmark::State& state) {
-  ScratchFolder folder;
-  const int fd = open(folder.File("f").c_str(), O_CREAT | O_WRONLY, 0644);
-  KILN_CHECK(fd >= 0);
-  const std::string bytes(kBinaryBytes, 'x');
-  for (auto _ : state) {
-    KILN_CHECK(write(fd, bytes.data(), bytes.size()) ==
-               static_cast<ssize_t>(bytes.size()));
-    KILN_CHECK(fdatasync(fd) == 0);
-  }
-  close(fd);
+double MillisecondsSince(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double, std::milli>(
+             std::chrono::steady_clock::now() - begin)
+      .count();
 }
 
-BENCHMARK(BM_AppendAndSync)->UseRealTime()->Unit(benchmark::kMillisecond);
+// What one fdatasync takes after a small append to a file in `folder`, in
+// milliseconds: the price of this disk, beside which publishing is to be read.
+double SyncMilliseconds(const ScratchFolder& folder) {
+  const int fd = open(folder.File("f").c_str(), O_CREAT | O_WRONLY, 0644);
+  KILN_CHECK(fd >= 0);
+  const std::string bytes(512, 'x');
+  std::vector<double> times(21);
+  for (double& time : times) {
+    KILN_CHECK(write(fd, bytes.data(), bytes.size()) ==
+               static_cast<ssize_t>(bytes.size()));
+    const auto begin = std::chrono::steady_clock::now();
+    KILN_CHECK(fdatasync(fd) == 0);
+    time = MillisecondsSince(begin);
+  }
+  close(fd);
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
 
-// One durable transaction of range(0) programs.
+// One durable transaction of range(0) programs, also counted in syncs of this
+// disk: a commit waits for four.
 void BM_PutPrograms(benchmark::State& state) {
   ScratchFolder folder;
   PlanCache cache = OpenCache(folder.path());
   uint64_t seed = 0;
+  std::vector<double> commits;
+  std::vector<double> syncs;
   for (auto _ : state) {
     state.PauseTiming();
+    if (commits.size() % 100 == 0) syncs.push_back(SyncMilliseconds(folder));
     std::vector<Program> programs;
     for (int64_t i = 0; i < state.range(0); ++i) {
       programs.push_back(MakeProgram(seed++, kBinaryBytes));
     }
     state.ResumeTiming();
+    const auto begin = std::chrono::steady_clock::now();
     KILN_CHECK(cache.PutPrograms(programs).ok());
+    commits.push_back(MillisecondsSince(begin));
   }
+  std::sort(commits.begin(), commits.end());
+  std::sort(syncs.begin(), syncs.end());
+  const double commit = commits[commits.size() / 2];
+  const double sync = syncs[syncs.size() / 2];
+  state.counters["ms_per_program"] =
+      commit / static_cast<double>(state.range(0));
+  state.counters["fdatasync_ms"] = sync;
+  state.counters["commit_in_fdatasyncs"] = commit / sync;
   state.SetItemsProcessed(static_cast<int64_t>(seed));
 }
 
@@ -159,6 +194,56 @@ BENCHMARK(BM_PutPrograms)
     ->Arg(1)
     ->Arg(8)
     ->Arg(64)
+    ->UseRealTime()
+    ->Unit(benchmark::kMillisecond);
+
+// What a cold prewarm pays for publishing what real compilers make, while they
+// go on: range(0) candidates of each interval of a small model.
+void BM_PublishInAColdPrewarm(benchmark::State& state) {
+  if (const std::string why = WhyNoCcCpu(); !why.empty()) {
+    state.SkipWithError(why.c_str());
+    return;
+  }
+  const absl::StatusOr<Manifest> manifest = ParseManifest(
+      R"({"schema": "kiln.model/1", "name": "Small", "requests": [)"
+      R"({"name": "moe", "op": "fused_moe", "layers": 1, "hidden": 256,)"
+      R"( "intermediate": 128, "experts": 4, "top_k": 2,)"
+      R"( "activation": "silu", "io_dtype": "bf16", "id_dtype": "i32",)"
+      R"( "weights": {"format": "exl3", "codebook": "mcg", "bits": 4},)"
+      R"( "recipe": "w4a16", "capacities": [1, 4]}]})",
+      "small.json");
+  KILN_CHECK(manifest.ok());
+  PrewarmOptions options;
+  const absl::StatusOr<Target> target = HostCpuTarget();
+  KILN_CHECK(target.ok());
+  options.targets = {*target};
+  options.candidates_max = static_cast<int>(state.range(0));
+  options.stop_after = Stage::kCompile;
+  options.toolchain = [](Backend, ProbeMemo* memo) {
+    return ProbeCcCpu(CcCpuPath(), memo);
+  };
+  NoProgress progress;
+  double programs = 0;
+  double transactions = 0;
+  double publish = 0;
+  double compile = 0;
+  for (auto _ : state) {
+    ScratchFolder folder;
+    PlanCache cache = OpenCache(folder.path());
+    const auto report = Prewarm(*manifest, options, &cache, &progress);
+    KILN_CHECK(report.ok() && report->programs_compiled > 0);
+    programs += static_cast<double>(report->programs_compiled);
+    transactions += static_cast<double>(report->publish_transactions);
+    publish += 1e3 * report->publish_seconds;
+    compile += 1e3 * report->seconds.at("compile");
+  }
+  state.counters["ms_per_program"] = publish / programs;
+  state.counters["programs_per_commit"] = programs / transactions;
+  state.counters["compile_ms_per_program"] = compile / programs;
+}
+
+BENCHMARK(BM_PublishInAColdPrewarm)
+    ->Arg(8)
     ->UseRealTime()
     ->Unit(benchmark::kMillisecond);
 
@@ -375,13 +460,6 @@ struct Warm {
   ScratchFolder folder;
   Manifest manifest;
   PrewarmOptions options;
-};
-
-class NoProgress : public ProgressSink {
- public:
-  void Update(Stage, size_t, size_t, const std::string&) override {}
-
-  void Note(const std::string&) override {}
 };
 
 // Open, keys, look-up and the report; all but the start of a process.

@@ -382,10 +382,12 @@ TEST(CacheOpenTest, RefusesToWriteOnANetworkFileSystem) {
   options.probe_file_system = [](const std::string&) {
     return FileSystemInfo{.magic = 0x6969};
   };
-  EXPECT_THAT(PlanCache::Open(options).status(),
-              StatusIs(absl::StatusCode::kFailedPrecondition,
-                       AllOf(HasSubstr("NFS"), HasSubstr(folder.path()),
-                             HasSubstr("--cache"), HasSubstr("read-only"))));
+  EXPECT_THAT(
+      PlanCache::Open(options).status(),
+      StatusIs(absl::StatusCode::kFailedPrecondition,
+               AllOf(HasSubstr("NFS"), HasSubstr(folder.path()),
+                     HasSubstr("--cache"), HasSubstr("kiln cache export"),
+                     HasSubstr("read-only"))));
   EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
 

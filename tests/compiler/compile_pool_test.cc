@@ -305,6 +305,46 @@ TEST(CompilePoolTest, CancelStopsRunningCompiles) {
   EXPECT_EQ(results[0].binary, "next");
 }
 
+// Writing that takes long is done for several results at once: it takes a
+// fifth of the time at most, but for the first and the last of it.
+TEST(CompilePoolTest, SlowWritingIsDoneForSeveralResultsAtOnce) {
+  constexpr size_t kJobs = 60;
+  constexpr absl::Duration kWriting = absl::Milliseconds(20);
+  CompilePool pool = MakePool({.jobs = 2});
+  std::vector<size_t> batches;
+  const absl::Time begin = absl::Now();
+  ASSERT_OK(pool.Run(std::vector<CompileJob>(kJobs, Job("sleep 0.01")),
+                     {.on_results = [&](absl::Span<const CompileResult> some) {
+                       absl::SleepFor(kWriting);
+                       batches.push_back(some.size());
+                       return absl::OkStatus();
+                     }}));
+  EXPECT_EQ(std::accumulate(batches.begin(), batches.end(), size_t{0}), kJobs);
+  ASSERT_GE(batches.size(), 2u);
+  EXPECT_LE(5 * kWriting * (batches.size() - 2), absl::Now() - begin)
+      << batches.size() << " calls";
+}
+
+TEST(CompilePoolTest, WhatHasFinishedIsHandedOverWhenTheRunIsStopped) {
+  CompilePool pool = MakePool({.jobs = 2});
+  size_t handed = 0;
+  size_t done = 0;
+  const auto result = pool.Run(
+      std::vector<CompileJob>{Job("ok"), Job("ok"), Job("ok"), Job("sleep 60")},
+      {.on_results =
+           [&](absl::Span<const CompileResult> some) {
+             // From now on results wait for each other.
+             absl::SleepFor(absl::Milliseconds(300));
+             handed += some.size();
+             return absl::OkStatus();
+           },
+       .on_progress =
+           [&](const CompileProgress& progress) { done = progress.done; },
+       .cancelled = [&] { return done == 3; }});
+  EXPECT_THAT(result, StatusIs(absl::StatusCode::kCancelled));
+  EXPECT_EQ(handed, 3u);
+}
+
 TEST(CompilePoolTest, AnErrorOfTheCallbackStopsTheRun) {
   CompilePool pool = MakePool();
   EXPECT_THAT(pool.Run(std::vector<CompileJob>{Job("ok"), Job("sleep 60")},

@@ -249,7 +249,7 @@ class BundleToolsTest(unittest.TestCase):
         damaged.write_bytes(self.bundle.read_bytes()[:-1])
         for code, file, *rest in (
                 (USAGE, self.folder / "absent.kiln"), (REFUSED, damaged),
-                (1, self.bundle, "-o", self.folder / "no" / "such" / "folder")):
+                (USAGE, self.bundle, "-o", self.folder / "no" / "such" / "folder")):
             key = self.folder / "homeless.key"
             self.run_kiln(code, "sign", file, "--new-key", "--key", key, *rest)
             self.assertFalse(key.exists())

@@ -126,7 +126,7 @@ class CheckpointCliTest(CliTest):
                          code=2)
         self.assertIn("BF16 [64, 128], both must be multiples of 128",
                       done.stderr)
-        self.kiln("encode", self.at("none"), "-o", self.at("encoded"), code=1)
+        self.kiln("encode", self.at("none"), "-o", self.at("encoded"), code=2)
         self.assertFalse(os.path.exists(self.at("encoded")))
 
     def test_refusals_have_their_exit_codes(self):
@@ -142,7 +142,7 @@ class CheckpointCliTest(CliTest):
             json.dump({"model_type": "llama"}, handle)
         done = self.kiln("describe", self.checkpoint, code=4)
         self.assertIn("has no routed experts", done.stderr)
-        self.kiln("describe", self.at("none"), code=1)
+        self.kiln("describe", self.at("none"), code=2)
 
 
 class ContainerCliTest(CliTest):

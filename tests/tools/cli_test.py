@@ -7,6 +7,7 @@ every bad input with its exit code, one clear message, and nothing half-written.
 
 import atexit
 import fcntl
+import hashlib
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ import pty
 import resource
 import shutil
 import signal
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -536,14 +538,13 @@ class BadManifestTest(CliTest):
     def test_a_missing_manifest_is_named(self):
         for verb in (["plan"], ["prewarm"],
                      ["freeze", "-o", SCRATCH / "bad.kiln"]):
-            result = self.refuse(FAILED, "absent.json", "No such file", args=[
+            result = self.refuse(USAGE, "absent.json", "No such file", args=[
                 verb[0], SCRATCH / "absent.json", "--target", "cpu", *verb[1:]])
             self.assertNotIn("\n", result.err.strip())
 
     def test_a_folder_is_no_manifest(self):
-        result = kiln("plan", SCRATCH, "--target", "cpu")
-        self.assertNotEqual(result.code, DONE)
-        self.assertIn("not a regular file", result.err)
+        self.refuse(USAGE, "not a regular file",
+                    args=["plan", SCRATCH, "--target", "cpu"])
 
     @need_cc_cpu
     def test_a_limit_below_every_capacity_is_named(self):
@@ -559,6 +560,8 @@ class UsageTest(CliTest):
         cases = [
             ([], ["subcommand"]),
             (["frobnicate"], ["frobnicate"]),
+            (["cache", "merge", ""], ["folders"]),
+            (["--nvrtc", "", "doctor"], ["--nvrtc"]),
             (["--frobnicate"], ["--frobnicate"]),
             (["plan"], ["required"]),
             (["plan", SMALL], ["--target"]),
@@ -602,7 +605,8 @@ class UsageTest(CliTest):
             *((["cache", "gc", "--max-age", value], ["--max-age"])
               for value in ("nan", "inf", "-1", "1e300")),
             *((["cache", "gc", "--max-bytes", value], ["--max-bytes"])
-              for value in ("-1", str((1 << 64) - 1), "-5KB")),
+              for value in ("-1", str((1 << 64) - 1), "-5KB", "5X", "1e3",
+                            "nan", "")),
             (["verify"], ["file"]),
             (["verify", SMALL, "--root", "xyz"], ["64 hex digits"]),
         ]
@@ -648,7 +652,7 @@ class MissingThingsTest(CliTest):
         file = SCRATCH / "no_nvrtc.kiln"
         for verb in (["plan"], ["prewarm"], ["prewarm", "--compile-only"],
                      ["freeze", "-o", file]):
-            self.refuse(FAILED, "sm_90a", "/nonexistent", args=[
+            self.refuse(USAGE, "sm_90a", "/nonexistent", args=[
                 "--nvrtc", "/nonexistent/libnvrtc.so.13", verb[0], SMALL,
                 "--target", "sm_90a", *verb[1:]], cache="no nvrtc")
         self.assertFalse(file.exists())
@@ -663,7 +667,7 @@ class MissingThingsTest(CliTest):
     def test_missing_cc_cpu_is_one_clear_error(self):
         for verb in (["plan"], ["prewarm"],
                      ["freeze", "-o", SCRATCH / "no_cc.kiln"]):
-            self.refuse(FAILED, "cpu-x86-64", "/nonexistent/cc", args=[
+            self.refuse(USAGE, "cpu-x86-64", "/nonexistent/cc", args=[
                 "--cc-cpu", "/nonexistent/cc", verb[0], SMALL, "--target",
                 "cpu", *verb[1:]], cache="no cc")
         self.assertFalse((SCRATCH / "no_cc.kiln").exists())
@@ -743,13 +747,16 @@ class CacheTest(CliTest):
 
     def test_a_cache_folder_that_cannot_be_is_named(self):
         inside = SMALL / "cache"
-        self.refuse(FAILED, "small.json", args=[
+        self.refuse(USAGE, "small.json", args=[
             "--cache", inside, "prewarm", SMALL, *CPU], cache=None)
 
     def test_without_a_home_no_folder_is_guessed(self):
         for home in ({"HOME": ""}, {"HOME": "", "XDG_CACHE_HOME": ""}):
             self.refuse(USAGE, "--cache", "HOME", args=["plan", SMALL, *CPU],
                         cache=None, env=home)
+            # An unset variable of a script, say.
+            self.refuse(USAGE, "--cache", args=["--cache", "", "cache", "stats"],
+                        cache=None)
             result = kiln("--cache-mode", "off", "plan", SMALL, *CPU,
                           cache=None, env=home)
             self.assertEqual(result.code, DONE, result)
@@ -858,6 +865,10 @@ class CareTest(CliTest):
         self.assertEqual(words.code, DONE, words)
         self.assertIn(interval["winner"], words.out)
         self.assertIn("noise floor", words.out)
+        made = time.strftime(
+            "%Y-%m-%d %H:%M:%S UTC",
+            time.gmtime(interval["provenance"]["created_unix"]))
+        self.assertIn(f'made     {made} on "{os.uname().nodename}"', words.out)
 
     def test_explain_names_the_field_that_makes_a_miss(self):
         result = kiln("--json", "explain", SMALL, "--target", "cpu",
@@ -1032,7 +1043,7 @@ class CareTest(CliTest):
         self.refuse(USAGE, "sm_9", args=[
             "report", "-o", SCRATCH / "r.html", "--target", "sm_9"])
         nowhere = SCRATCH / "nowhere" / "r.html"
-        self.refuse(FAILED, "nowhere", args=["report", "-o", nowhere])
+        self.refuse(USAGE, "nowhere", args=["report", "-o", nowhere])
         self.assertFalse((SCRATCH / "r.html").exists())
 
     def test_stats_and_check_of_a_whole_cache(self):
@@ -1137,12 +1148,12 @@ class CareTest(CliTest):
     def test_a_merge_with_a_missing_source_takes_none(self):
         self.expect(kiln("cache", "merge", SCRATCH / "cache",
                          SCRATCH / "nowhere", cache="joined3"),
-                    FAILED, "nowhere")
+                    USAGE, "nowhere")
         self.assertFalse((SCRATCH / "joined3").exists())
 
     def test_merge_needs_a_cache_to_take_from(self):
         self.expect(kiln("cache", "merge", SCRATCH / "nowhere",
-                         cache="joined2"), FAILED, "nowhere")
+                         cache="joined2"), USAGE, "nowhere")
         self.expect(kiln("cache", "merge", SCRATCH / "cache", "--prefer", "me",
                          cache="joined2"), USAGE, "--prefer", '"me"')
 
@@ -1156,6 +1167,337 @@ class CareTest(CliTest):
         self.expect(kiln("cache", "gc", "--max-bytes", "1KB"), INCOMPLETE,
                     "within the last hour")
         self.assertEqual(kiln("cache", "check").code, DONE)
+
+
+# ---- caches that somebody changed --------------------------------------------
+
+# The pre-images of row digests, as cache/row_codec.cc has them: columns that
+# are text or bytes (T) and numbers (N).
+PROVENANCE = (("N", "created_unix"), ("T", "host_name"), ("T", "device_name"),
+              ("T", "tool_version"))
+SEALED = {
+    "program": (("T", "key"), ("T", "target"), ("T", "toolchain_name"),
+                ("T", "toolchain_version"), ("T", "toolchain_content"),
+                ("T", "binary_digest"), ("T", "kernels"), ("T", "log"),
+                ("N", "compile_seconds"), *PROVENANCE),
+    "reject": (("T", "key"), ("T", "preimage"), ("T", "stage"),
+               ("T", "reason"), ("T", "log"), *PROVENANCE),
+    "plan": (("T", "key"), ("T", "plan"), ("N", "measurements"), *PROVENANCE),
+}
+
+
+def row_digest(table, row):
+    def counted(data):
+        return struct.pack("<I", len(data)) + data
+    encoded = counted(f"kiln.cache.{table}/1".encode())
+    for tag, name in SEALED[table]:
+        value = row[name]
+        encoded += tag.encode() + counted(name.encode())
+        if tag == "T":
+            encoded += counted(value if isinstance(value, bytes)
+                               else value.encode())
+        else:
+            encoded += struct.pack("<d" if isinstance(value, float) else "<q",
+                                   value)
+    return hashlib.sha256(encoded).digest()
+
+
+class CacheFile:
+    """A copy of a cache, and its rows behind Kiln's back."""
+
+    def __init__(self, name, source="cache"):
+        self.name = name
+        self.folder = SCRATCH / name
+        self.path = self.folder / "index.db"
+        shutil.copytree(SCRATCH / source, self.folder)
+
+    def bytes(self):
+        return self.path.read_bytes()
+
+    def run(self, sql, *values):
+        database = sqlite3.connect(self.path)
+        database.row_factory = sqlite3.Row
+        with database:
+            rows = [dict(row) for row in database.execute(sql, values)]
+        database.close()
+        return rows
+
+    def change(self, table, row, **values):
+        """Other values in a row, with a digest that fits."""
+        row = {**row, **values}
+        assert row_digest(table, row) != row["row_digest"]
+        row["row_digest"] = row_digest(table, row)
+        names = [name for name in row if name != "id"]
+        self.run(f"UPDATE {table} SET {', '.join(n + ' = ?' for n in names)} "
+                 "WHERE id = ?", *(row[n] for n in names), row["id"])
+
+    def age(self, days):
+        """As if all had been made, and used for the last time, then."""
+        self.run("DELETE FROM plan_use")
+        for table in SEALED:
+            for row in self.run(f"SELECT * FROM {table}"):
+                self.change(table, row, created_unix=row["created_unix"] -
+                            days * 86400)
+
+
+@need_cc_cpu
+class ChangedCacheTest(CliTest):
+
+    @classmethod
+    def setUpClass(cls):
+        cls.bundle = frozen_bundle()
+
+    def test_the_rows_are_sealed_as_this_file_has_it(self):
+        cache = CacheFile("sealed")
+        for table in ("program", "plan"):
+            rows = cache.run(f"SELECT * FROM {table}")
+            self.assertTrue(rows)
+            for row in rows:
+                self.assertEqual(row["row_digest"], row_digest(table, row))
+
+    def test_a_damaged_program_is_reported_and_made_again(self):
+        cache = CacheFile("flipped")
+        program = cache.run("SELECT * FROM program ORDER BY id")[0]
+        (blob,) = cache.run("SELECT * FROM blob WHERE digest = ?",
+                            program["binary_digest"])
+        data = bytearray(blob["data"])
+        data[len(data) // 2] ^= 1
+        cache.run("UPDATE blob SET data = ? WHERE id = ?", bytes(data),
+                  blob["id"])
+        self.expect(kiln("cache", "export", SMALL, *CPU, "-o",
+                         SCRATCH / "flipped.kilncache", cache=cache.name),
+                    REFUSED, program["key"].hex(), "prewarm again")
+        self.assertFalse((SCRATCH / "flipped.kilncache").exists())
+        file = SCRATCH / "flipped.kiln"
+        result = kiln(*FREEZE, "-o", file, cache=cache.name)
+        self.expect(result, INCOMPLETE, "run kiln prewarm again")
+        self.assertIn(f"program {program['key'].hex()} in {cache.path} is "
+                      "damaged: binary has digest", result.err)
+        self.assertIn("moved to quarantine", result.err)
+        self.assertFalse(file.exists())
+        again = kiln("--json", "prewarm", SMALL, *CPU, "--budget", "0.05",
+                     cache=cache.name)
+        self.assertEqual(again.code, DONE, again)
+        self.assertEqual(again.json()["programs_compiled"], 1)
+        self.assertEqual(kiln("cache", "check", cache=cache.name).code, DONE)
+        (mended,) = cache.run("SELECT * FROM blob WHERE digest = ?",
+                              program["binary_digest"])
+        self.assertEqual(mended["data"], blob["data"], "another binary")
+        self.assertEqual(kiln(*FREEZE, "-o", file, cache=cache.name).code, DONE)
+
+    def rivals(self, name):
+        """Two caches with different binaries under one key, and the key."""
+        ours = CacheFile(f"{name} ours")
+        theirs = CacheFile(f"{name} theirs")
+        row = theirs.run("SELECT * FROM program ORDER BY id")[0]
+        (blob,) = theirs.run("SELECT * FROM blob WHERE digest = ?",
+                             row["binary_digest"])
+        data = blob["data"] + b"1"
+        digest = hashlib.sha256(data).digest()
+        theirs.run("INSERT INTO blob (digest, data) VALUES (?, ?)", digest,
+                   data)
+        theirs.change("program", row, binary_digest=digest)
+        self.assertEqual(kiln("cache", "check", cache=theirs.name).code, DONE)
+        return ours, theirs, row, digest
+
+    def test_conflicts_are_shown_and_never_guessed(self):
+        ours, theirs, row, digest = self.rivals("rival")
+        before = ours.bytes()
+        key = row["key"].hex()
+        result = kiln("--json", "cache", "merge", theirs.folder,
+                      cache=ours.name)
+        self.expect(result, REFUSED, "1 keys", "--prefer")
+        (merged,) = result.json()["merged"]
+        self.assertFalse(merged["stored"])
+        (conflict,) = merged["conflicts"]
+        self.assertEqual((conflict["table"], conflict["key"]),
+                         ("program", key))
+        self.assertIn(row["binary_digest"].hex(), conflict["ours"])
+        self.assertIn(digest.hex(), conflict["theirs"])
+        words = kiln("cache", "merge", theirs.folder, cache=ours.name)
+        for word in (key, row["binary_digest"].hex(), digest.hex(),
+                     "nothing stored"):
+            self.assertIn(word, words.out)
+        for prefer in ("ours", "theirs"):
+            self.assertEqual(kiln("cache", "merge", theirs.folder, "--prefer",
+                                  prefer, "--dry-run", cache=ours.name).code,
+                             DONE)
+        self.assertEqual(ours.bytes(), before)
+
+        def merge(prefer):
+            result = kiln("cache", "merge", theirs.folder, "--prefer", prefer,
+                          cache=ours.name)
+            self.assertEqual(result.code, DONE, result)
+            self.assertEqual(kiln("cache", "check", cache=ours.name).code,
+                             DONE)
+            (now,) = ours.run("SELECT * FROM program WHERE key = ?",
+                              row["key"])
+            return now["binary_digest"]
+        self.assertEqual(merge("ours"), row["binary_digest"])
+        self.assertEqual(merge("theirs"), digest)
+
+    def test_gc_removes_what_is_old_and_keeps_its_roots(self):
+        cache = CacheFile("old")
+        cache.age(100)
+        before = cache.bytes()
+
+        def gc(*args):
+            result = kiln("--json", "cache", "gc", "--max-age", "30", *args,
+                          cache=cache.name)
+            self.assertEqual(result.code, DONE, result)
+            return result.json()
+        all_rows = gc("--dry-run")
+        self.assertEqual(
+            sum(row["table"] == "plan" for row in all_rows["removed"]), 3)
+        self.assertEqual({row["reason"] for row in all_rows["removed"]},
+                         {"age"})
+        self.assertEqual(all_rows["plans_kept"], 0)
+        for roots in (["--manifest", SMALL, *CPU], ["--bundle", self.bundle]):
+            kept = gc("--dry-run", *roots)
+            self.assertEqual((kept["removed"], kept["plans_kept"]), ([], 3),
+                             roots)
+        self.assertEqual(cache.bytes(), before, "a dry run wrote")
+        one = write("one_root.json", changed(capacities=[1]))
+        removed = gc("--manifest", one, *CPU)
+        self.assertEqual(removed["plans_kept"], 1)
+        self.assertLess(removed["bytes_after"], removed["bytes_before"])
+        self.assertEqual(kiln("cache", "check", cache=cache.name).code, DONE)
+        self.assertEqual(
+            kiln("freeze", one, *CPU, "--allow-unqualified", "-o",
+                 SCRATCH / "one_root.kiln", cache=cache.name).code, DONE)
+        self.refuse(INCOMPLETE, "run kiln prewarm", cache=cache.name,
+                    args=[*FREEZE, "-o", SCRATCH / "old.kiln"])
+
+    def test_an_export_has_the_chosen_models_alone(self):
+        one = write("chosen.json", changed(capacities=[1]))
+        file = SCRATCH / "chosen.kilncache"
+        result = kiln("--json", "cache", "export", one, *CPU, "-o", file)
+        self.assertEqual(result.code, DONE, result)
+        self.assertEqual(result.json()["plans"], 1)
+        self.assertEqual(kiln("cache", "import", file, cache="chosen").code,
+                         DONE)
+        stats = kiln("--json", "cache", "stats", cache="chosen").json()
+        self.assertEqual(stats["tables"]["plan"]["rows"], 1)
+        self.assertEqual(kiln("freeze", one, *CPU, "--allow-unqualified", "-o",
+                              SCRATCH / "chosen.kiln", cache="chosen").code,
+                         DONE)
+
+    def test_an_export_does_not_replace_its_own_cache(self):
+        cache = CacheFile("own")
+        before = cache.bytes()
+        for path in (cache.path, cache.folder / ".." / "own" / "index.db"):
+            self.refuse(USAGE, "the cache itself", cache="own", args=[
+                "cache", "export", SMALL, *CPU, "-o", path])
+        self.assertEqual(cache.bytes(), before)
+
+    def test_no_changed_export_is_imported_unseen(self):
+        file = SCRATCH / "carried.kilncache"
+        made = kiln("--json", "cache", "export", SMALL, *CPU, "-o", file)
+        self.assertEqual(made.code, DONE, made)
+        digest = made.json()["digest"]
+        whole = file.read_bytes()
+        bad = SCRATCH / "bad.kilncache"
+
+        def take(data, code, *args):
+            bad.write_bytes(data)
+            result = kiln("cache", "import", bad, *args, cache="taken")
+            if code is not None:
+                self.assertEqual(result.code, code, result)
+            return result
+        for length in (0, 1, 99, 100, 4095, 4096, 5000, len(whole) // 2,
+                       len(whole) - 4096, len(whole) - 1):
+            with self.subTest(f"cut to {length}"):
+                take(whole[:length], REFUSED)
+        self.assertFalse((SCRATCH / "taken").exists())
+        for at in range(0, len(whole), len(whole) // 40):
+            with self.subTest(f"flipped at {at}"):
+                data = bytearray(whole)
+                data[at] ^= 0x10
+                take(data, REFUSED, "--digest", digest)
+                # Without the digest, bytes that nothing uses may differ.
+                result = take(data, None)
+                self.assertIn(result.code, (DONE, REFUSED), result)
+                if result.code == DONE:
+                    self.assertEqual(
+                        kiln("cache", "check", cache="taken").code, DONE)
+        take(b"", REFUSED)
+        self.refuse(USAGE, "is a folder", "merge", cache="taken",
+                    args=["cache", "import", SCRATCH])
+        self.refuse(USAGE, "absent.kilncache", cache="taken",
+                    args=["cache", "import", SCRATCH / "absent.kilncache"])
+        self.refuse(USAGE, "into itself", cache="cache", args=[
+            "cache", "import", SCRATCH / "cache" / "index.db"])
+        self.refuse(USAGE, "into itself", cache="cache", args=[
+            "cache", "merge", SCRATCH / "cache"])
+
+    def test_what_is_no_cache_is_refused_by_every_verb(self):
+        def text(path):
+            path.write_text("my diary\n" * 100)
+
+        def foreign(path):
+            database = sqlite3.connect(path)
+            database.execute("CREATE TABLE bookmarks (url TEXT)")
+            database.close()
+
+        def newer(path):
+            shutil.copy(SCRATCH / "cache" / "index.db", path)
+            database = sqlite3.connect(path)
+            database.execute("PRAGMA user_version = 99")
+            database.close()
+
+        def cut(path):
+            path.write_bytes((SCRATCH / "cache" / "index.db")
+                             .read_bytes()[:5000])
+        for make, word in ((text, "not a Kiln cache"), (foreign, "0x00000000"),
+                           (newer, "schema 99"), (cut, "malformed"),
+                           (pathlib.Path.mkdir, "not a regular file"),
+                           (os.mkfifo, "not a regular file")):
+            folder = SCRATCH / f"no cache {make.__name__}"
+            folder.mkdir()
+            path = folder / "index.db"
+            make(path)
+            before = path.read_bytes() if path.is_file() else None
+            for args in (["prewarm", SMALL, *CPU], ["cache", "stats"],
+                         ["cache", "check"], ["cache", "check", "--repair"],
+                         ["cache", "gc", "--max-age", "1"], ["replay"],
+                         ["cache", "export", SMALL, *CPU, "-o",
+                          SCRATCH / "never.kilncache"]):
+                with self.subTest(f"{make.__name__} {args[:2]}"):
+                    self.refuse(REFUSED, word, "index.db", args=args,
+                                cache=folder.name)
+            with self.subTest(f"{make.__name__} merge"):
+                self.refuse(REFUSED, word, args=["cache", "merge", folder],
+                            cache="joined4")
+            self.assertEqual([entry.name for entry in folder.iterdir()],
+                             ["index.db"])
+            if before is not None:
+                self.assertEqual(path.read_bytes(), before)
+
+    def test_where_no_cache_is_none_is_made_and_nothing_is_whole(self):
+        for args in (["check"], ["check", "--repair"],
+                     ["gc", "--max-age", "1"]):
+            result = kiln("cache", *args, cache="mistyped")
+            self.assertEqual(result.code, DONE, result)
+            self.assertIn("no cache at", result.err)
+            self.assertNotIn("is whole", result.out)
+            self.assertFalse((SCRATCH / "mistyped").exists())
+        for args in (["stats"], ["check"], ["gc", "--max-age", "1"]):
+            self.refuse(USAGE, SMALL.name, cache=SMALL.name,
+                        args=["cache", *args])
+
+    def test_paths_need_not_be_utf_8(self):
+        folder = os.fsencode(SCRATCH) + b"/caf\xe9"
+        shutil.copytree(SCRATCH / "cache", os.fsdecode(folder))
+        for args in (["cache", "stats"], ["cache", "check"],
+                     ["cache", "export", SMALL, *CPU, "-o",
+                      os.fsdecode(folder + b"/out\xff")],
+                     ["cache", "merge", SCRATCH / "cache"]):
+            done = subprocess.run(
+                [KILN, "--json", "--cache", folder, *args],
+                capture_output=True, timeout=60, check=False)
+            self.assertEqual(done.returncode, DONE, done)
+            json.loads(done.stdout.decode())
+        self.assertTrue(os.path.exists(folder + b"/out\xff"))
 
 
 @need_cc_cpu
@@ -1225,7 +1567,7 @@ class BadBundleTest(CliTest):
 
     def test_freeze_into_a_missing_folder_leaves_nothing(self):
         file = SCRATCH / "no such folder" / "x.kiln"
-        self.refuse(FAILED, "no such folder", args=[
+        self.refuse(USAGE, "no such folder", args=[
             *FREEZE, "-o", file])
         self.assertFalse(file.parent.exists())
 

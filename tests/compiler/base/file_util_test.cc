@@ -68,11 +68,11 @@ TEST(ReadFileTest, NamesTheMissingFile) {
 TEST(ReadFileTest, RefusesFoldersAndPipesWithoutWaiting) {
   const ScratchFolder folder;
   EXPECT_THAT(ReadFile(folder.path(), 10),
-              StatusIs(absl::StatusCode::kFailedPrecondition,
+              StatusIs(absl::StatusCode::kInvalidArgument,
                        HasSubstr("is not a regular file")));
   ASSERT_EQ(mkfifo(folder.File("pipe").c_str(), 0600), 0);
   EXPECT_THAT(ReadFile(folder.File("pipe"), 10),
-              StatusIs(absl::StatusCode::kFailedPrecondition,
+              StatusIs(absl::StatusCode::kInvalidArgument,
                        HasSubstr("is not a regular file")));
 }
 
@@ -118,7 +118,7 @@ TEST(WriteFileAtomicallyTest, ReplacesWhatASymbolicLinkPointsTo) {
 
   std::filesystem::create_symlink("nowhere/f", folder.File("dangling"));
   EXPECT_THAT(WriteFileAtomically(folder.File("dangling"), "x"),
-              StatusIs(absl::StatusCode::kFailedPrecondition,
+              StatusIs(absl::StatusCode::kInvalidArgument,
                        HasSubstr("is a symbolic link that cannot be")));
   EXPECT_TRUE(std::filesystem::is_symlink(folder.File("dangling")));
 }
@@ -164,12 +164,12 @@ TEST(WriteFileAtomicallyTest, RefusesToReplaceAPipeOrAFolder) {
   const std::string pipe = folder.File("pipe");
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_THAT(WriteFileAtomically(pipe, "x"),
-              StatusIs(absl::StatusCode::kFailedPrecondition,
+              StatusIs(absl::StatusCode::kInvalidArgument,
                        HasSubstr("exists and is not a regular file")));
   EXPECT_TRUE(std::filesystem::is_fifo(pipe));
   std::filesystem::create_directory(folder.File("sub"));
   EXPECT_THAT(WriteFileAtomically(folder.File("sub"), "x"),
-              StatusIs(absl::StatusCode::kFailedPrecondition));
+              StatusIs(absl::StatusCode::kInvalidArgument));
 }
 
 TEST(WriteFileAtomicallyTest, NamesTheMissingFolder) {
@@ -213,7 +213,7 @@ TEST(MakeDirectoriesTest, RefusesAFileInTheWay) {
   const ScratchFolder folder;
   ASSERT_OK(WriteFileAtomically(folder.File("f"), ""));
   EXPECT_THAT(MakeDirectories(folder.File("f")),
-              StatusIs(absl::StatusCode::kFailedPrecondition,
+              StatusIs(absl::StatusCode::kInvalidArgument,
                        HasSubstr("exists and is not a folder")));
   EXPECT_THAT(
       MakeDirectories(folder.File("f/g")),
@@ -226,7 +226,7 @@ TEST(ErrnoStatusTest, ChoosesTheCodeByWhatTheCallerCanDo) {
       {EACCES, absl::StatusCode::kPermissionDenied},
       {EROFS, absl::StatusCode::kPermissionDenied},
       {ENOSPC, absl::StatusCode::kResourceExhausted},
-      {EISDIR, absl::StatusCode::kFailedPrecondition},
+      {EISDIR, absl::StatusCode::kInvalidArgument},
       {EIO, absl::StatusCode::kUnavailable},
   };
   for (const auto& [value, code] : cases) {

@@ -384,7 +384,7 @@ TEST(ReadManifestTest, NamesTheFile) {
               StatusIs(absl::StatusCode::kNotFound,
                        HasSubstr(folder.File("none.json"))));
   EXPECT_THAT(ReadManifest(folder.path()),
-              StatusIs(absl::StatusCode::kFailedPrecondition,
+              StatusIs(absl::StatusCode::kInvalidArgument,
                        HasSubstr("is not a regular file")));
 }
 
