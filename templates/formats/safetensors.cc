@@ -358,7 +358,7 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(const std::string& path) {
     return ErrnoStatus(errno, "cannot stat", path);
   }
   if (!S_ISREG(info.st_mode)) {
-    return absl::FailedPreconditionError(
+    return absl::InvalidArgumentError(
         absl::StrCat(path, " is not a regular file"));
   }
   file.file_bytes_ = static_cast<uint64_t>(info.st_size);

@@ -66,12 +66,12 @@ class HostileDescribeTest(HostileTest):
                             codes=codes, **process)
 
     def test_places_that_hold_no_checkpoint(self):
-        self.describe("config.json: No such file", codes=(1,))
-        self.describe("No such file", folder=self.at("absent"), codes=(1,))
+        self.describe("config.json: No such file", codes=(2,))
+        self.describe("No such file", folder=self.at("absent"), codes=(2,))
         with open(self.at("file"), "w") as handle:
             handle.write("x")
-        self.describe("Not a directory", folder=self.at("file"), codes=(1,))
-        self.describe("No such file", folder="", codes=(1,))
+        self.describe("Not a directory", folder=self.at("file"), codes=(2,))
+        self.describe("No such file", folder="", codes=(2,))
         self.describe("File name too long", folder="x" * 300, codes=(1,))
 
     def test_a_folder_that_may_not_be_read(self):
@@ -97,10 +97,10 @@ class HostileDescribeTest(HostileTest):
         self.describe("at most 4194304 are accepted")
         os.remove(path)
         os.mkdir(path)
-        self.describe("config.json is not a regular file", codes=(4,))
+        self.describe("config.json is not a regular file", codes=(2,))
         os.rmdir(path)
         os.mkfifo(path)
-        self.describe("config.json is not a regular file", codes=(4,))
+        self.describe("config.json is not a regular file", codes=(2,))
         os.remove(path)
         os.symlink("config.json", path)
         self.describe("Too many levels of symbolic links", codes=(4,))
@@ -157,18 +157,18 @@ class HostileDescribeTest(HostileTest):
     def test_an_index_whose_shards_are_no_files(self):
         write_config(self.checkpoint)
         self.write_index({"weight_map": {"t": "s"}})
-        self.describe("No such file", codes=(1,))
+        self.describe("No such file", codes=(2,))
         os.symlink("s", self.at("s"))
         self.describe("Too many levels of symbolic links", codes=(4,))
         os.remove(self.at("s"))
         os.mkdir(self.at("s"))
-        self.describe("is not a regular file", codes=(4,))
+        self.describe("is not a regular file", codes=(2,))
         os.rmdir(self.at("s"))
         os.mkfifo(self.at("s"))
-        self.describe("is not a regular file", codes=(4,))
+        self.describe("is not a regular file", codes=(2,))
         os.remove(self.at("s"))
         os.symlink("/dev/zero", self.at("s"))
-        self.describe("is not a regular file", codes=(4,))
+        self.describe("is not a regular file", codes=(2,))
         os.remove(self.at("s"))
         write_safetensors(self.at("s"), {"u": ("U8", [1], b"a")})
         self.describe("does not name tensor \"u\"", codes=(2,))
@@ -179,7 +179,7 @@ class HostileDescribeTest(HostileTest):
             with self.subTest(index):
                 self.describe("index.json", codes=(2,))
         os.remove(self.at("model.safetensors.index.json"))
-        self.describe("holds neither", codes=(1,))
+        self.describe("holds neither", codes=(2,))
 
     def test_a_shard_may_be_a_link_to_elsewhere(self):
         # As in the download caches of model hubs.
@@ -210,15 +210,15 @@ class HostilePrepareTest(HostileTest):
     def test_places_that_cannot_be_written(self):
         with open(self.at("file"), "w") as handle:
             handle.write("x")
-        self.prepare(self.at("file"), "not a folder", codes=(4,))
-        self.prepare(self.at("file", "x"), codes=(1,))
-        self.prepare("", codes=(1,))
+        self.prepare(self.at("file"), "not a folder", codes=(2,))
+        self.prepare(self.at("file", "x"), codes=(2,))
+        self.prepare("", codes=(2,))
         out = self.at("out")
         os.makedirs(os.path.join(out, "layer-00000.safetensors"))
-        self.prepare(out, "not a regular file", codes=(4,))
+        self.prepare(out, "not a regular file", codes=(2,))
         os.rmdir(os.path.join(out, "layer-00000.safetensors"))
         os.symlink("/dev/full", os.path.join(out, "layer-00000.safetensors"))
-        self.prepare(out, "not a regular file", codes=(4,))
+        self.prepare(out, "not a regular file", codes=(2,))
 
     def test_a_folder_that_may_not_be_written(self):
         os.chmod(self.checkpoint, 0o755)

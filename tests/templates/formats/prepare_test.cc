@@ -109,7 +109,7 @@ TEST(PrepareTest, ReportsAFolderThatCannotBeWritten) {
   WriteModel(folder, Tensors());
   EXPECT_THAT(
       PrepareLayer(folder.path(), folder.At("config.json"), {.layer = 1}),
-      StatusIs(StatusCode::kFailedPrecondition, HasSubstr("not a folder")));
+      StatusIs(StatusCode::kInvalidArgument, HasSubstr("not a folder")));
 }
 
 }  // namespace
