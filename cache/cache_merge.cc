@@ -2,7 +2,6 @@
 // copied as they are, after every digest was checked: evidence keeps its
 // origin.
 
-#include <filesystem>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -13,6 +12,7 @@
 #include "cache/sqlite_db.h"
 #include "compiler/base/check.h"
 #include "compiler/base/file_util.h"
+#include "compiler/base/same_file.h"
 #include "compiler/base/status_macros.h"
 
 namespace kiln {
@@ -249,10 +249,7 @@ absl::Status PlanCache::MergePlan(PlanCache* source, const Digest& key,
 absl::StatusOr<MergeReport> PlanCache::MergeFrom(PlanCache* source,
                                                  const MergeOptions& options) {
   if (!options.dry_run) RETURN_IF_ERROR(RequireWritable());
-  std::error_code ignored;
-  if (source == this ||
-      (!path_.empty() &&
-       std::filesystem::equivalent(path_, source->path_, ignored))) {
+  if (source == this || IsSameFile(path_, source->path_)) {
     return absl::InvalidArgumentError(
         absl::StrCat(path_, " cannot be merged into itself"));
   }
@@ -319,8 +316,7 @@ absl::StatusOr<MergeReport> PlanCache::MergeFrom(PlanCache* source,
 
 absl::StatusOr<ExportReport> PlanCache::ExportTo(
     const std::string& path, absl::Span<const Digest> plans) {
-  std::error_code ignored;
-  if (!path_.empty() && std::filesystem::equivalent(path, path_, ignored)) {
+  if (IsSameFile(path, path_)) {
     return absl::InvalidArgumentError(absl::StrCat(
         path, " is the cache itself, which an export would replace"));
   }

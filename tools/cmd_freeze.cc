@@ -5,9 +5,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "compiler/base/file_util.h"
+#include "compiler/base/same_file.h"
 #include "compiler/base/status_macros.h"
 #include "tools/cli.h"
-#include "tools/same_file.h"
 #include "tuner/freeze.h"
 
 namespace kiln {

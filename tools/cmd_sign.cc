@@ -10,10 +10,10 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "compiler/base/file_util.h"
+#include "compiler/base/same_file.h"
 #include "compiler/base/status_macros.h"
 #include "tools/bundle_view.h"
 #include "tools/cli.h"
-#include "tools/same_file.h"
 #include "tools/signature.h"
 
 namespace kiln {

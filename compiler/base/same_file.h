@@ -1,7 +1,7 @@
 // IsSameFile: whether writing one file would replace another.
 
-#ifndef KILN_TOOLS_SAME_FILE_H_
-#define KILN_TOOLS_SAME_FILE_H_
+#ifndef KILN_COMPILER_BASE_SAME_FILE_H_
+#define KILN_COMPILER_BASE_SAME_FILE_H_
 
 #include <filesystem>
 #include <string>
@@ -17,4 +17,4 @@ inline bool IsSameFile(const std::string& a, const std::string& b) {
 
 }  // namespace kiln
 
-#endif  // KILN_TOOLS_SAME_FILE_H_
+#endif  // KILN_COMPILER_BASE_SAME_FILE_H_
