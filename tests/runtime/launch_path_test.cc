@@ -108,6 +108,16 @@ int CurrentContext(CUctx_st** context) {
   return 0;
 }
 
+// The fake driver anew, with calls of the launch path that allocate nothing.
+kiln_driver_t CountingDriver() {
+  FakeDriver::Get().Reset();
+  g_current = FakeDriver::Get().context(0);
+  kiln_driver_t driver = *FakeDriver::Get().table();
+  driver.launch_kernel = CountLaunch;
+  driver.ctx_get_current = CurrentContext;
+  return driver;
+}
+
 TEST(LaunchPathTest, CountersCount) {
   g_allocations = g_locks = g_system_calls = 0;
   kiln_bundle_t* bundle = OpenTiny({TinyCudaSection()});
@@ -118,11 +128,7 @@ TEST(LaunchPathTest, CountersCount) {
 }
 
 TEST(LaunchPathTest, CudaAllocatesAndLocksNothingAndMakesNoSystemCall) {
-  FakeDriver::Get().Reset();
-  g_current = FakeDriver::Get().context(0);
-  kiln_driver_t driver = *FakeDriver::Get().table();
-  driver.launch_kernel = CountLaunch;
-  driver.ctx_get_current = CurrentContext;
+  const kiln_driver_t driver = CountingDriver();
   kiln_bundle_t* bundle = OpenTiny({TinyCudaSection()});
   kiln_load_options_t options = {};
   options.struct_size = sizeof(options);
@@ -196,11 +202,7 @@ bool MakesNoSystemCall(const std::function<bool()>& work) {
 }
 
 TEST(LaunchPathTest, TheKernelSeesNoSystemCall) {
-  FakeDriver::Get().Reset();
-  g_current = FakeDriver::Get().context(0);
-  kiln_driver_t driver = *FakeDriver::Get().table();
-  driver.launch_kernel = CountLaunch;
-  driver.ctx_get_current = CurrentContext;
+  const kiln_driver_t driver = CountingDriver();
   kiln_bundle_t* bundle = OpenTiny({TinyCudaSection()});
   kiln_load_options_t options = {};
   options.struct_size = sizeof(options);

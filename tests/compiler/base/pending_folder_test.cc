@@ -13,24 +13,18 @@
 #include "compiler/base/file_util.h"
 #include "compiler/base/unfinished_files.h"
 #include "tests/support/golden.h"
+#include "tests/support/names_in.h"
 #include "tests/support/status_matchers.h"
 
 namespace kiln {
 namespace {
 
 using ::kiln::testing::IsOkAndHolds;
+using ::kiln::testing::NamesIn;
 using ::kiln::testing::ScratchFolder;
 using ::kiln::testing::StatusIs;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-std::vector<std::string> NamesIn(const std::string& folder) {
-  std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
-    names.push_back(entry.path().filename().string());
-  }
-  return names;
-}
 
 TEST(PendingFolderTest, WithoutCommitItsFilesAreRemoved) {
   const ScratchFolder scratch;
