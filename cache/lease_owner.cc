@@ -3,28 +3,22 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <fstream>
-#include <iterator>
 #include <string>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "compiler/base/file_util.h"
 
 namespace kiln {
 namespace {
-
-std::string ReadSmallFile(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  return std::string(std::istreambuf_iterator<char>(in), {});
-}
 
 // "boot id/namespace of process ids"; parts that the system does not tell are
 // empty, and then nobody else is known to be dead.
 const std::string& ThisBoot() {
   static const std::string& boot = *new std::string([] {
-    const std::string file = ReadSmallFile("/proc/sys/kernel/random/boot_id");
+    const std::string file = ReadSystemFile("/proc/sys/kernel/random/boot_id");
     char link[64] = {};
     if (readlink("/proc/self/ns/pid", link, sizeof(link) - 1) < 0) link[0] = 0;
     return absl::StrCat(absl::StripTrailingAsciiWhitespace(file), "/", link);
@@ -35,7 +29,7 @@ const std::string& ThisBoot() {
 // Start time of a process in ticks since boot; -1 without such a process, and
 // for one that has ended and only waits to be reaped.
 int64_t StartTicks(int64_t pid) {
-  const std::string stat = ReadSmallFile(absl::StrCat("/proc/", pid, "/stat"));
+  const std::string stat = ReadSystemFile(absl::StrCat("/proc/", pid, "/stat"));
   // The name in parentheses may contain anything; fields are counted behind it.
   // proc(5): state is the 3rd field, starttime the 22nd.
   const size_t name_end = stat.rfind(')');

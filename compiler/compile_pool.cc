@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
-#include <cstdio>
 #include <deque>
 #include <limits>
 #include <map>
@@ -24,6 +23,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "compiler/base/check.h"
+#include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/elf_inspect.h"
 #include "compiler/worker_process.h"
@@ -55,17 +55,6 @@ std::string JobLabel(const CompileJob& job) {
   return absl::StrCat(job.target.ToString(), " ", job.unit.name);
 }
 
-// First bytes of a small text file; empty when it cannot be read.
-std::string ReadSmallFile(const char* path) {
-  std::string text;
-  if (std::FILE* file = std::fopen(path, "re")) {
-    text.resize(8192);
-    text.resize(std::fread(text.data(), 1, text.size(), file));
-    std::fclose(file);
-  }
-  return text;
-}
-
 std::optional<uint64_t> ParseNumber(absl::string_view text) {
   uint64_t value = 0;
   if (!absl::SimpleAtoi(absl::StripAsciiWhitespace(text), &value)) {
@@ -78,14 +67,15 @@ std::optional<uint64_t> ParseNumber(absl::string_view text) {
 // control group leaves.
 uint64_t AvailableMemoryBytes() {
   uint64_t available = std::numeric_limits<uint64_t>::max();
-  const std::string meminfo = ReadSmallFile("/proc/meminfo");
+  const std::string meminfo = ReadSystemFile("/proc/meminfo");
   for (absl::string_view line : absl::StrSplit(meminfo, '\n')) {
     if (!absl::ConsumePrefix(&line, "MemAvailable:")) continue;
     absl::ConsumeSuffix(&line, "kB");
     if (const auto kilobytes = ParseNumber(line)) available = *kilobytes << 10;
   }
-  const auto limit = ParseNumber(ReadSmallFile("/sys/fs/cgroup/memory.max"));
-  const auto used = ParseNumber(ReadSmallFile("/sys/fs/cgroup/memory.current"));
+  const auto limit = ParseNumber(ReadSystemFile("/sys/fs/cgroup/memory.max"));
+  const auto used =
+      ParseNumber(ReadSystemFile("/sys/fs/cgroup/memory.current"));
   if (limit && used) {
     available = std::min(available, *limit > *used ? *limit - *used : 0);
   }
@@ -97,7 +87,7 @@ int ProcessorCount() {
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof(set), &set) == 0) count = CPU_COUNT(&set);
   // "200000 100000": 2 processors' worth of time in each period.
-  const std::string quota = ReadSmallFile("/sys/fs/cgroup/cpu.max");
+  const std::string quota = ReadSystemFile("/sys/fs/cgroup/cpu.max");
   const std::vector<absl::string_view> parts = absl::StrSplit(quota, ' ');
   if (parts.size() == 2) {
     const auto time = ParseNumber(parts[0]);
@@ -231,7 +221,6 @@ class CompilePool::Impl {
 
 absl::StatusOr<std::vector<CompileResult>> CompilePool::Impl::Run(
     absl::Span<const CompileJob> jobs, const CompileCallbacks& callbacks) {
-  const Clock::time_point start = Clock::now();
   for (const CompileJob& job : jobs) {
     if (setups_.find(job.target.backend) == setups_.end()) {
       return absl::FailedPreconditionError(absl::StrCat(
@@ -297,7 +286,6 @@ absl::StatusOr<std::vector<CompileResult>> CompilePool::Impl::Run(
   if (!finished.empty()) hand_over();
   StopBatch();
   const std::lock_guard<std::mutex> lock(mutex_);
-  stats_.wall_seconds += SecondsSince(start);
   for (const CompileResult& result : results) {
     stats_.compile_seconds += result.seconds;
   }

@@ -82,9 +82,8 @@ inline constexpr uint64_t kWorkerMemoryBytes = uint64_t{512} << 20;
 // available memory (system and cgroup), and at least 1.
 int WorkerCountMax();
 
-// Time spent, for reports.
+// What was spent, for reports.
 struct PoolStats {
-  double wall_seconds = 0;     // inside Run
   double compile_seconds = 0;  // sum over jobs, inside compilers
   int workers_started = 0;
   int workers_peak = 0;  // running at the same time

@@ -129,6 +129,23 @@ absl::StatusOr<std::string> ReadFile(const std::string& path,
   return contents;
 }
 
+std::string ReadSystemFile(const std::string& path) {
+  const FileDescriptor fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (fd.get() < 0) return "";
+  std::string contents(8192, '\0');
+  size_t have = 0;
+  while (have < contents.size()) {
+    const ssize_t got =
+        read(fd.get(), contents.data() + have, contents.size() - have);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return "";
+    if (got == 0) break;
+    have += static_cast<size_t>(got);
+  }
+  contents.resize(have);
+  return contents;
+}
+
 PendingFile::PendingFile(const std::string& path) : status_(Open(path)) {}
 
 absl::Status PendingFile::Open(const std::string& path) {

@@ -19,6 +19,10 @@ namespace kiln {
 absl::StatusOr<std::string> ReadFile(const std::string& path,
                                      uint64_t bytes_max);
 
+// The first 8 KiB of a file that the system makes up, as in /proc and /sys;
+// empty when it cannot be read. A process may end while its file is read.
+std::string ReadSystemFile(const std::string& path);
+
 // A file that appears whole under its name, or not at all: written to a
 // temporary file beside it, which Commit syncs and renames; the folder is
 // synced too. Without Commit, and when it fails, the old file stands and the

@@ -334,29 +334,5 @@ TEST(NvrtcWorkerTest, SaysWhatIsWrongWithTheLibrary) {
   unlink(path.c_str());
 }
 
-// Kiln's share of a run of short compiles: scheduling, pipes, inspection.
-TEST(NvrtcWorkerTest, KilnItselfTakesLittleOfTheTime) {
-  KILN_SETUP_OR_SKIP(setup, NvrtcForTest());
-  CompilePool pool({.jobs = 2}, {setup});
-  ASSERT_OK(pool.Run(
-      std::vector<CompileJob>{KernelsJob("sm_90a"), KernelsJob("sm_90a")}));
-  const PoolStats warm = pool.stats();
-  std::vector<CompileJob> jobs(16, KernelsJob("sm_90a"));
-  ASSERT_OK(pool.Run(
-      jobs, {.on_results = [&](absl::Span<const CompileResult> results) {
-        for (CompileResult result : results) {
-          EXPECT_OK(MakeProgram(jobs[result.index], setup.toolchain, result));
-        }
-        return absl::OkStatus();
-      }}));
-  const double wall = pool.stats().wall_seconds - warm.wall_seconds;
-  const double compiling = pool.stats().compile_seconds - warm.compile_seconds;
-  RecordProperty("overhead_percent",
-                 static_cast<int>(100 * (2 * wall / compiling - 1)));
-  // The bound leaves room for a busy machine; alone it is below 5 %.
-  EXPECT_LT(2 * wall, 1.3 * compiling)
-      << "wall " << wall << " s, compiling " << compiling << " s";
-}
-
 }  // namespace
 }  // namespace kiln

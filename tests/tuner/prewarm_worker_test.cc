@@ -12,7 +12,6 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <memory>
 #include <random>
 #include <string>
@@ -22,6 +21,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "compiler/base/file_util.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/golden.h"
@@ -355,11 +355,6 @@ pid_t StartKiln(const ScratchFolder& scratch, const std::string& out) {
   return code == 0 ? pid : -1;
 }
 
-std::string ReadProc(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  return std::string(std::istreambuf_iterator<char>(in), {});
-}
-
 // Race workers among the children of `parent`.
 std::vector<pid_t> WorkersOf(pid_t parent) {
   std::vector<pid_t> workers;
@@ -368,14 +363,15 @@ std::vector<pid_t> WorkersOf(pid_t parent) {
        std::filesystem::directory_iterator("/proc", ignored)) {
     pid_t pid = 0;
     if (!absl::SimpleAtoi(entry.path().filename().string(), &pid)) continue;
-    const std::string stat = ReadProc(entry.path().string() + "/stat");
+    const std::string stat = ReadSystemFile(entry.path().string() + "/stat");
     const size_t name_end = stat.rfind(')');
     if (name_end == std::string::npos) continue;
     // State and parent follow the name.
     const std::vector<std::string> fields =
         absl::StrSplit(stat.substr(name_end + 1), ' ', absl::SkipEmpty());
     if (fields.size() < 2 || fields[1] != absl::StrCat(parent)) continue;
-    const std::string words = ReadProc(entry.path().string() + "/cmdline");
+    const std::string words =
+        ReadSystemFile(entry.path().string() + "/cmdline");
     if (words.find(kRaceWorkerVerb) != std::string::npos) {
       workers.push_back(pid);
     }
@@ -433,7 +429,7 @@ TEST_F(PrewarmWorkerTest, AWorkerDiesWithItsParent) {
       // Orphans are reaped by whoever adopts them.
       const auto alive = [worker] {
         const std::string stat =
-            ReadProc(absl::StrCat("/proc/", worker, "/stat"));
+            ReadSystemFile(absl::StrCat("/proc/", worker, "/stat"));
         return !stat.empty() && stat.find(") Z ") == std::string::npos;
       };
       while (alive() && std::chrono::steady_clock::now() - killed <

@@ -30,6 +30,8 @@ using ::kiln::testing::StatusIs;
 using ::testing::ElementsAre;
 using ::testing::Eq;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
 
 TEST(ReadFileTest, ReturnsWhatWasWritten) {
   const ScratchFolder folder;
@@ -68,6 +70,15 @@ TEST(ReadFileTest, RefusesFoldersAndPipesWithoutWaiting) {
   EXPECT_THAT(ReadFile(folder.File("pipe"), 10),
               StatusIs(absl::StatusCode::kInvalidArgument,
                        HasSubstr("is not a regular file")));
+}
+
+TEST(ReadSystemFileTest, ReadsWhatItCanAndIsElseEmpty) {
+  EXPECT_THAT(ReadSystemFile("/proc/self/comm"), Not(IsEmpty()));
+  EXPECT_THAT(ReadSystemFile("/proc/self/maps").size(), ::testing::Le(8192u));
+  EXPECT_EQ(ReadSystemFile("/proc/none"), "");
+  EXPECT_EQ(ReadSystemFile("/proc"), "");
+  // Opens, and cannot be read: as a process that ends in between.
+  EXPECT_EQ(ReadSystemFile("/proc/self/mem"), "");
 }
 
 TEST(WriteFileAtomicallyTest, ReplacesTheFileAndLeavesNothingElse) {
