@@ -317,10 +317,11 @@ absl::Status CheckBuffers(const BundleEntry& entry) {
           absl::StrCat("buffer of parameter ", params[i].name)));
     }
   }
-  for (const auto& [interval, digest] : entry.golden) {
+  for (const auto& golden : entry.golden) {
+    const auto& [interval, digest] = golden;
     const auto plan =
         std::find_if(entry.plans.begin(), entry.plans.end(),
-                     [&](const Plan& p) { return p.interval == interval; });
+                     [&](const Plan& p) { return p.interval == golden.first; });
     if (plan == entry.plans.end() || entry.buffers.empty() ||
         digest == Digest() || !plan->body.deterministic ||
         plan->evidence.state == PlanState::kPredicted ||

@@ -10,12 +10,13 @@
 #include <optional>
 #include <string>
 
+#include "compiler/base/sanitized.h"
 #include "compiler/worker_channel.h"
 
 namespace kiln {
 namespace {
 
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if !KILN_SANITIZED
 void LimitAddressSpace() {
   struct rlimit limit;
   if (getrlimit(RLIMIT_AS, &limit) != 0) return;
@@ -26,7 +27,7 @@ void LimitAddressSpace() {
 
 void Isolate() {
   EndWithParent();
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if !KILN_SANITIZED
   LimitAddressSpace();
 #endif
   // NVRTC reads options (NVRTC_APPEND_FLAGS) and a cache folder from the

@@ -37,6 +37,12 @@ bool SameValue(float a, float b) {
   return Bits(a) == Bits(b) || (std::isnan(a) && std::isnan(b));
 }
 
+// In full precision. A NaN has a sign in some compilers' constants; which says
+// nothing.
+std::string Text(double value) {
+  return std::isnan(value) ? "nan" : absl::StrFormat("%.9g", value);
+}
+
 // The first column where two rows differ, or `width`.
 size_t FirstDifference(const float* a, const float* b, size_t width) {
   if (std::memcmp(a, b, width * sizeof(float)) == 0) return width;
@@ -179,7 +185,8 @@ class RowChecker {
         const double want = expected[i * width_ + c];
         if (exact || !std::isfinite(want)) {
           if (SameValue(got, static_cast<float>(want))) continue;
-          Report(row, c, absl::StrFormat("is %.9g instead of %.9g", got, want));
+          Report(row, c,
+                 absl::StrCat("is ", Text(got), " instead of ", Text(want)));
           return;
         }
         error.Add(got, want);

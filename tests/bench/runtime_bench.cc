@@ -186,11 +186,15 @@ int main(int argc, char** argv) {
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
   benchmark::AddCustomContext("kiln_sources", kRuntimeSources);
-#ifdef NDEBUG
-  benchmark::AddCustomContext("kiln_compiler", "g++ " __VERSION__);
+#ifdef __clang__
+  std::string compiler = __VERSION__;  // with its name
 #else
-  benchmark::AddCustomContext("kiln_compiler", "g++ " __VERSION__ ", debug");
+  std::string compiler = "g++ " __VERSION__;
 #endif
+#ifndef NDEBUG
+  compiler += ", debug";
+#endif
+  benchmark::AddCustomContext("kiln_compiler", compiler);
   benchmark::RunSpecifiedBenchmarks();
   benchmark::Shutdown();
 }

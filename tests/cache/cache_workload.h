@@ -29,8 +29,8 @@ class CacheWorkload {
   CacheWorkload() {
     // A shard: a plan to take over, and an old program that nobody needs.
     PlanCacheOptions options = TestOptions(sources_.File("shard"));
-    const int64_t long_ago = kStart - 100 * kUseGrainSeconds;
-    options.clock = [long_ago] { return long_ago; };
+    constexpr int64_t kLongAgo = kStart - 100 * kUseGrainSeconds;
+    options.clock = [] { return kLongAgo; };
     absl::StatusOr<PlanCache> shard = PlanCache::Open(options);
     EXPECT_OK(shard);
     EXPECT_OK(shard->PutPrograms({WorkProgram(10), WorkProgram(11)}));

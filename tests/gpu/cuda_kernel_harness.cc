@@ -410,7 +410,7 @@ class Plan {
     const std::string& fc2 = preludes.back();
     const u64 h_blocks = p_.hidden / 128, i_blocks = p_.inter / 128;
     const u64 e = p_.experts, k = p_.top_k, t = c_.fc1.tokens;
-    const auto only = [this](Term term) { return std::pair(term, term); };
+    const auto only = [](Term term) { return std::pair(term, term); };
     if (p_.shared) {
       const auto [a, b] = only({h_blocks, e * 64, 64});
       AddStep("route", support, "kiln_moe_route", a, b, 1, 1024, 0,

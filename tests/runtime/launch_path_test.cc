@@ -18,6 +18,7 @@
 #include <cstdlib>
 #include <functional>
 
+#include "compiler/base/sanitized.h"
 #include "runtime/kiln.h"
 #include "tests/support/fake_driver.h"
 #include "tests/support/tiny_bundle.h"
@@ -170,7 +171,7 @@ TEST(LaunchPathTest, CudaAllocatesAndLocksNothingAndMakesNoSystemCall) {
   kiln_bundle_close(bundle, nullptr);
 }
 
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if !KILN_SANITIZED
 
 // Runs `work` in a child that the kernel kills at its first system call; true
 // if it made none. Sanitizers make some of their own.

@@ -1,7 +1,8 @@
 /* Would run code when it is loaded; the runtime must not let it. */
 
-extern int rude_ran;
-int rude_ran = 0;
+/* volatile: no compiler may run it first and keep the result. */
+extern volatile int rude_ran;
+volatile int rude_ran = 0;
 
 __attribute__((constructor)) static void Run(void) { rude_ran = 1; }
 

@@ -126,7 +126,7 @@ class RuntimeReceiptTest(unittest.TestCase):
         # The digest that was built in is the digest of the sources here.
         self.assertEqual(receipt["sources"],
                          runtime_receipt.source_digest(ROOT))
-        self.assertRegex(receipt["toolchain"], r"^g\+\+ \d+\.")
+        self.assertRegex(receipt["toolchain"], r"^(g\+\+|.*Clang) \d+\.")
         self.assertRegex(receipt["library"]["sha256"], "^[0-9a-f]{64}$")
         self.assertIn("--without-device", receipt["command"])
         results = receipt["host_results"]

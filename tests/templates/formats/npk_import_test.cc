@@ -292,7 +292,8 @@ TEST(NpkImportTest, RefusesOtherTypesAndShapes) {
 
 TEST(NpkImportTest, RefusesAChangedByteOfAnyTensor) {
   std::map<NpkTensor, std::string> native;
-  for (const auto& [name, tensor] : MakeP8(&native).tensors) {
+  for (const auto& named : MakeP8(&native).tensors) {
+    const std::string& name = named.first;
     ExpectRefused([&](P8File* file) { file->tensors[name].bytes.back() ^= 1; },
                   absl::StrCat("\"", name, "\" has the SHA-256"));
   }
