@@ -189,6 +189,11 @@ absl::Status Database::Execute(const std::string& sql) {
   return absl::OkStatus();
 }
 
+absl::Status Database::Rollback() {
+  ASSIGN_OR_RETURN(Statement rollback, Prepare("ROLLBACK"));
+  return rollback.Run();
+}
+
 absl::StatusOr<Statement> Database::Prepare(absl::string_view sql) {
   auto found = prepared_.find(sql);
   if (found == prepared_.end()) {
@@ -313,7 +318,7 @@ int Database::OnBusy(void* self, int count) {
 
 absl::StatusOr<Transaction> Transaction::Begin(Database* database, Kind kind) {
   if (database->abandoned_) {
-    RETURN_IF_ERROR(database->Execute("ROLLBACK"));
+    RETURN_IF_ERROR(database->Rollback());
     database->abandoned_ = false;
   }
   KILN_CHECK(!database->in_transaction());
@@ -330,7 +335,7 @@ Transaction::~Transaction() {
   // After some errors SQLite has already rolled back. Where memory does not
   // even suffice for a ROLLBACK, the next transaction begins with it.
   if (database_->in_transaction()) {
-    database_->abandoned_ = !database_->Execute("ROLLBACK").ok();
+    database_->abandoned_ = !database_->Rollback().ok();
   }
 }
 

@@ -130,6 +130,7 @@ class Database {
 
   explicit Database(const DatabaseOptions& options) : options_(options) {}
 
+  absl::Status Rollback();
   // Status for the result code of the last call.
   absl::Status Error(int code, absl::string_view action) const;
   static int OnBusy(void* self, int count);

@@ -289,17 +289,18 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
     for (auto& [name, entry] : entries[i]) {
       section.entries.push_back(std::move(entry));
     }
-    for (const Digest& digest : needed[i]) {
-      ASSIGN_OR_RETURN(std::optional<Program> program,
-                       cache->FindProgram(digest));
-      if (!program.has_value()) {
+    const std::vector<Digest> digests(needed[i].begin(), needed[i].end());
+    ASSIGN_OR_RETURN(std::vector<std::optional<Program>> programs,
+                     cache->FindPrograms(digests));
+    for (size_t p = 0; p < programs.size(); ++p) {
+      if (!programs[p].has_value()) {
         return absl::NotFoundError(
-            absl::StrCat("program ", digest.Short(), " of a stored plan for ",
-                         section.target.ToString(),
+            absl::StrCat("program ", digests[p].Short(),
+                         " of a stored plan for ", section.target.ToString(),
                          " is not in the cache; run kiln prewarm again"));
       }
       section.programs.push_back(
-          std::make_shared<const Program>(*std::move(program)));
+          std::make_shared<const Program>(*std::move(programs[p])));
     }
     result.programs += section.programs.size();
     result.entries += section.entries.size();

@@ -1,6 +1,7 @@
 #include "tuner/prewarm_state.h"
 
 #include <algorithm>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -68,22 +69,31 @@ std::string PrewarmState::WhyMissing(const Digest& key) const {
              : absl::StrCat("program ", key.Short(), " is not in the cache");
 }
 
+absl::Status PrewarmState::LoadPrograms(const std::set<Digest>& keys) {
+  std::vector<Digest> absent;
+  for (const Digest& key : keys) {
+    if (programs.find(key) == programs.end()) absent.push_back(key);
+  }
+  ASSIGN_OR_RETURN(std::vector<std::optional<Program>> found,
+                   cache.FindPrograms(absent));
+  for (size_t i = 0; i < absent.size(); ++i) {
+    if (!found[i].has_value()) continue;
+    programs[absent[i]] = std::make_shared<const Program>(*std::move(found[i]));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Contender> PrewarmState::MakeContender(
-    const PlannedCandidate& candidate) {
+    const PlannedCandidate& candidate) const {
   Contender contender;
   contender.body = candidate.body;
   contender.digest = candidate.digest;
   for (const ProgramKey& key : candidate.programs) {
-    std::shared_ptr<const Program>& slot = programs[key.digest];
-    if (slot == nullptr) {
-      ASSIGN_OR_RETURN(std::optional<Program> program,
-                       cache.FindProgram(key.digest));
-      if (!program.has_value()) {
-        return absl::NotFoundError(WhyMissing(key.digest));
-      }
-      slot = std::make_shared<const Program>(*std::move(program));
+    const auto loaded = programs.find(key.digest);
+    if (loaded == programs.end()) {
+      return absl::NotFoundError(WhyMissing(key.digest));
     }
-    contender.programs.push_back(slot);
+    contender.programs.push_back(loaded->second);
   }
   return contender;
 }

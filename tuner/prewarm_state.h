@@ -84,9 +84,14 @@ struct PrewarmState {
   // Why the cache lacks a program.
   std::string WhyMissing(const Digest& key) const;
 
-  // The candidate with its programs; NotFound, with the reason, when it cannot
-  // run.
-  absl::StatusOr<Contender> MakeContender(const PlannedCandidate& candidate);
+  // Reads those of the programs that are not in `programs` yet, all from one
+  // snapshot. What the cache lacks stays absent.
+  absl::Status LoadPrograms(const std::set<Digest>& keys);
+
+  // The candidate with its loaded programs; NotFound, with the reason, when it
+  // cannot run.
+  absl::StatusOr<Contender> MakeContender(
+      const PlannedCandidate& candidate) const;
 
   // The plan that `candidate` of an interval would be; without evidence.
   Plan MakePlan(size_t index, const PlannedCandidate& candidate) const;

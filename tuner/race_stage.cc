@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -246,19 +247,32 @@ absl::StatusOr<RaceStage::Step> RaceStage::BeginRace(size_t index, Lane* lane) {
   lane->index = index;
   lane->entries.clear();
   lane->entry_of.clear();
-  RaceJob job;
-  for (const PlannedCandidate& candidate : state_.plans.at(index).candidates) {
+  const std::vector<PlannedCandidate>& candidates =
+      state_.plans.at(index).candidates;
+  std::vector<bool> rejected(candidates.size(), false);
+  std::set<Digest> needed;
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    const PlannedCandidate& candidate = candidates[i];
     RaceEntry& entry = lane->entries.emplace_back();
     entry.body = &candidate.body;
     entry.digest = candidate.digest;
     ASSIGN_OR_RETURN(const std::optional<Reject> known,
                      state_.cache.FindReject(candidate.digest));
-    absl::StatusOr<Contender> contender =
-        known.has_value()
-            ? absl::StatusOr<Contender>(absl::NotFoundError(known->reason))
-            : state_.MakeContender(candidate);
+    if (known.has_value()) {
+      rejected[i] = true;
+      entry.problem = known->reason;
+      continue;
+    }
+    for (const ProgramKey& key : candidate.programs) needed.insert(key.digest);
+  }
+  RETURN_IF_ERROR(state_.LoadPrograms(needed));
+  RaceJob job;
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    const PlannedCandidate& candidate = candidates[i];
+    RaceEntry& entry = lane->entries[i];
+    if (rejected[i]) continue;
+    absl::StatusOr<Contender> contender = state_.MakeContender(candidate);
     if (!contender.ok()) {
-      if (!absl::IsNotFound(contender.status())) return contender.status();
       entry.problem = std::string(contender.status().message());
       continue;
     }
@@ -269,7 +283,7 @@ absl::StatusOr<RaceStage::Step> RaceStage::BeginRace(size_t index, Lane* lane) {
       continue;
     }
     entry.registers = RegistersOf(*contender);
-    lane->entry_of.push_back(lane->entries.size() - 1);
+    lane->entry_of.push_back(i);
     job.contenders.push_back(*std::move(contender));
   }
   lane->quarantined.assign(job.contenders.size(), false);

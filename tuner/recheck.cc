@@ -27,16 +27,16 @@ absl::StatusOr<Contender> MakeContender(PlanBody body,
   Contender contender;
   contender.digest = CandidateDigest(body, programs);
   contender.body = std::move(body);
-  for (const Digest& digest : programs) {
-    ASSIGN_OR_RETURN(std::optional<Program> program,
-                     cache->FindProgram(digest));
-    if (!program.has_value()) {
+  ASSIGN_OR_RETURN(std::vector<std::optional<Program>> found,
+                   cache->FindPrograms(programs));
+  for (size_t i = 0; i < programs.size(); ++i) {
+    if (!found[i].has_value()) {
       return absl::UnavailableError(absl::StrCat(
-          "program ", digest.Short(), " of ", contender.body.Label(),
+          "program ", programs[i].Short(), " of ", contender.body.Label(),
           " is not in the cache; run kiln prewarm again"));
     }
     contender.programs.push_back(
-        std::make_shared<const Program>(*std::move(program)));
+        std::make_shared<const Program>(*std::move(found[i])));
   }
   return contender;
 }

@@ -96,6 +96,19 @@ class CacheDamageTest : public ::testing::Test {
 
   Tally ReadAll(PlanCache* cache) {
     Tally tally;
+    std::vector<Digest> keys;
+    for (const Program& program : programs_) {
+      keys.push_back(program.key.digest);
+    }
+    // Counted below; here only what is wrong.
+    if (const auto found = cache->FindPrograms(keys); found.ok()) {
+      for (size_t i = 0; i < keys.size(); ++i) {
+        const std::optional<Program>& program = (*found)[i];
+        if (program.has_value() && !SameProgram(*program, programs_[i])) {
+          ++tally.wrong;
+        }
+      }
+    }
     for (const Program& program : programs_) {
       const auto found = cache->FindProgram(program.key.digest);
       const bool any = found.ok() && found->has_value();

@@ -392,6 +392,34 @@ TEST_F(PlanCacheTest, MeasurementsOfAnUnknownPlanAreNotFound) {
               StatusIs(absl::StatusCode::kNotFound));
 }
 
+TEST_F(PlanCacheTest, FindProgramsMissesWhatIsDamagedAndFindsTheRest) {
+  PlanCache cache = Open();
+  std::vector<Digest> keys;
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    ASSERT_OK(cache.PutProgram(MakeProgram(seed)));
+    keys.push_back(MakeProgram(seed).key.digest);
+  }
+  Execute(
+      "UPDATE blob SET data = zeroblob(3000) WHERE id = 1;"
+      "UPDATE program SET log = 'x' WHERE id = 3");
+  ASSERT_OK_AND_ASSIGN(const std::vector<std::optional<Program>> found,
+                       cache.FindPrograms(keys));
+  ASSERT_EQ(found.size(), 4u);
+  EXPECT_FALSE(found[0].has_value());
+  EXPECT_TRUE(SameProgram(*found[1], MakeProgram(1)));
+  EXPECT_FALSE(found[2].has_value());
+  EXPECT_TRUE(SameProgram(*found[3], MakeProgram(3)));
+  EXPECT_THAT(
+      cache.TakeWarnings(),
+      ElementsAre(
+          AllOf(HasSubstr(keys[0].ToHex()), HasSubstr("binary has digest"),
+                HasSubstr("quarantine")),
+          AllOf(HasSubstr(keys[2].ToHex()), HasSubstr("row's digest"),
+                HasSubstr("quarantine"))));
+  EXPECT_EQ(Count("quarantine"), 3);  // the blob, its program and the other
+  EXPECT_EQ(Count("program"), 2);
+}
+
 TEST_F(PlanCacheTest, DamagedBinaryBecomesAMissAndGoesToQuarantine) {
   PlanCache cache = Open();
   const Program program = MakeProgram(1);
