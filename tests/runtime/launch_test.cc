@@ -298,6 +298,23 @@ TEST_F(CudaLaunchTest, ParameterMistakesAreThreeDifferentErrors) {
   EXPECT_THAT(error_.message, HasSubstr("parameter 1 'out' is null"));
 }
 
+// Row 18 of the fail-closed table of the formats (templates/formats/README.md).
+TEST_F(CudaLaunchTest, Row18RefusesAMisalignedParameter) {
+  const kiln_entry_t* entry = Find("moe", 64);
+  ASSERT_EQ(Launch(entry, 64), KILN_STATUS_OK);
+  const size_t launches = fake_.launches().size();
+  for (const uint64_t past : {1, 2, 8, 15}) {
+    params_[1] = 0x2000 + past;
+    EXPECT_EQ(Launch(entry, 64), KILN_STATUS_PARAM_MISALIGNED);
+    EXPECT_EQ(error_.message,
+              "entry 'moe' (fused_moe): parameter 1 'out' is misaligned by " +
+                  std::to_string(past) + " bytes, it must be a multiple of 16");
+  }
+  EXPECT_EQ(fake_.launches().size(), launches);
+  params_[1] = 0x2010;
+  EXPECT_EQ(Launch(entry, 64), KILN_STATUS_OK);
+}
+
 TEST_F(CudaLaunchTest, AnEntryOfOtherModulesIsRefused) {
   kiln_modules_t* other = nullptr;
   ASSERT_EQ(kiln_modules_load(bundle_, &options_, &other, &error_),
@@ -373,7 +390,7 @@ TEST(StepTest, AStepWithAnEmptyGridIsSkipped) {
   const kiln_entry_t* entry = nullptr;
   ASSERT_EQ(kiln_entry_find(modules, "moe", 1, &entry, nullptr),
             KILN_STATUS_OK);
-  const uint64_t params[2] = {1, 2};
+  const uint64_t params[2] = {16, 32};
   EXPECT_EQ(kiln_launch(modules, entry, 1, params, 16, Address(0x100000), 4096,
                         nullptr, nullptr),
             KILN_STATUS_OK);
