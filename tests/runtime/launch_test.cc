@@ -248,7 +248,7 @@ TEST_F(CudaLaunchTest, ZeroTokensDoNothingAndLookAtNothing) {
   EXPECT_TRUE(fake_.calls().empty());
 }
 
-TEST_F(CudaLaunchTest, RefusesTokensOutsideTheInterval) {
+TEST_F(CudaLaunchTest, Row39RefusesTokensOutsideTheInterval) {
   const kiln_entry_t* entry = Find("moe", 2);
   for (const uint64_t m : {uint64_t{1}, uint64_t{5}}) {
     EXPECT_EQ(Launch(entry, m), KILN_STATUS_TOKENS_OUT_OF_RANGE);
@@ -261,7 +261,7 @@ TEST_F(CudaLaunchTest, RefusesTokensOutsideTheInterval) {
   EXPECT_TRUE(fake_.launches().empty());
 }
 
-TEST_F(CudaLaunchTest, ArenaMistakesAreThreeDifferentErrors) {
+TEST_F(CudaLaunchTest, Row21And38ArenaMistakesAreThreeDifferentErrors) {
   const kiln_entry_t* entry = Find("moe", 64);
   uint64_t bytes = 0;
   uint64_t alignment = 0;
@@ -284,7 +284,7 @@ TEST_F(CudaLaunchTest, ArenaMistakesAreThreeDifferentErrors) {
   EXPECT_EQ(fake_.launches().size(), 2u);
 }
 
-TEST_F(CudaLaunchTest, ParameterMistakesAreThreeDifferentErrors) {
+TEST_F(CudaLaunchTest, Row40ParameterMistakesAreThreeDifferentErrors) {
   const kiln_entry_t* entry = Find("moe", 64);
   EXPECT_EQ(kiln_launch(modules_, entry, 64, nullptr, 16, arena_, arena_bytes_,
                         stream_, &error_),
