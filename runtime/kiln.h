@@ -98,7 +98,8 @@ enum {
   KILN_STATUS_ARENA_MISSING = 46,
   KILN_STATUS_ARENA_SHORT = 47,
   KILN_STATUS_ARENA_MISALIGNED = 48,
-  KILN_STATUS_STREAM_NOT_ALLOWED = 49 /* a stream was given on the CPU */
+  KILN_STATUS_STREAM_NOT_ALLOWED = 49, /* a stream was given on the CPU */
+  KILN_STATUS_PARAM_MISALIGNED = 50    /* a slot points between its elements */
 };
 
 /* Filled on failure. `message` is NUL-terminated, one line, cut if too long. */
@@ -572,8 +573,10 @@ KILN_API kiln_status_t kiln_entry_plan(const kiln_entry_t* entry,
 /* Enqueues the plan's steps for `m` live tokens.
  *   m            0 does nothing and looks at nothing else; otherwise it must
  *                lie in the entry's interval.
- *   params       parameter block: one 8-byte pointer per slot, none null. Read
- *                before the call returns.
+ *   params       parameter block: one 8-byte pointer per slot, none null, each
+ *                a multiple of 16, or of what its buffer's sizes are multiples
+ *                of if that is less (8 for two i32 ids per token). Read before
+ *                the call returns.
  *   params_bytes at least 8 * slots.
  *   arena        256-byte aligned scratch on the device (CPU: in memory) that
  *                stays untouched by others until the launch has completed; may

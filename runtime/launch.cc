@@ -67,6 +67,17 @@ kiln_status_t UnknownEntry(const Modules& modules, const char* name,
                  << modules.target() << " and kiln freeze";
 }
 
+// Kernels access memory in words of up to this many bytes.
+constexpr uint64_t kAlignmentMax = 16;
+
+// What a slot's pointer must be a multiple of, so that rows of an aligned
+// buffer pass too. 1 if the bundle does not describe the buffer.
+uint64_t AlignmentOf(const kiln_format_param_t& param) {
+  if (param.element_bytes == 0) return 1;
+  const uint64_t sizes = param.bytes | param.bytes_per_token | kAlignmentMax;
+  return sizes & (~sizes + 1);  // its lowest bit
+}
+
 kiln_status_t CheckParams(const Modules& modules, const LoadedPlan& plan,
                           const LaunchArguments& arguments,
                           kiln_error_t* error) {
@@ -93,6 +104,19 @@ kiln_status_t CheckParams(const Modules& modules, const LoadedPlan& plan,
              << Quoted{view.Text(
                     view.params[plan.record->params.first + i].name)}
              << " is null";
+    }
+    // Rare enough that the record is only read here.
+    if (pointer % kAlignmentMax != 0) {
+      const kiln_format_param_t& param =
+          view.params[plan.record->params.first + i];
+      const uint64_t alignment = AlignmentOf(param);
+      if (pointer % alignment != 0) {
+        return EntryFailure(modules, *plan.entry, KILN_STATUS_PARAM_MISALIGNED,
+                            error)
+               << "parameter " << i << " " << Quoted{view.Text(param.name)}
+               << " is misaligned by " << pointer % alignment
+               << " bytes, it must be a multiple of " << alignment;
+      }
     }
   }
   return KILN_STATUS_OK;

@@ -14,6 +14,9 @@ namespace {
 
 constexpr absl::string_view kIndexName = "model.safetensors.index.json";
 constexpr absl::string_view kSingleName = "model.safetensors";
+// A table of this many takes a quarter of a gigabyte. Layers of 1024 experts
+// with four tensors for each matrix, a hundred of them, have 1.2 million.
+constexpr size_t kTensorsMax = size_t{1} << 21;
 
 absl::Status CheckShardName(absl::string_view tensor, absl::string_view shard) {
   const bool plain = !shard.empty() && shard[0] != '.' && shard.size() <= 255 &&
@@ -92,6 +95,10 @@ absl::Status ShardIndex::ScanWeightMap(JsonScanner* scanner) {
       }
       position = positions.emplace(shard, shards_.size()).first;
       shards_.emplace_back(shard);
+    }
+    if (tensors_.size() == kTensorsMax) {
+      return scanner->Error(
+          absl::StrCat("more than ", kTensorsMax, " tensors"));
     }
     if (!tensors_.emplace(tensor, position->second).second) {
       return absl::InvalidArgumentError(

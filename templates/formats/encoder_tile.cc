@@ -42,46 +42,72 @@ struct Simd<16> {
   using Float = float __attribute__((vector_size(64)));
 };
 
-// Lane i takes element i >> K.
-template <int K, typename Float, size_t... kLane>
-inline __attribute__((always_inline)) void Spread(
-    Float& row, std::index_sequence<kLane...>) {
-  row = __builtin_shufflevector(row, row, (kLane >> K)...);
+// Vector `kIndex` of a block: lane i is the cost in front of the block's state
+// kIndex * kLanes + i. Whole vectors are loaded, which those that follow share.
+//   row: of the block's first state.
+template <int K, size_t kLanes, size_t kIndex, size_t... kLane>
+inline __attribute__((always_inline)) void LoadCosts(
+    const float* row, typename Simd<kLanes>::Float* costs,
+    std::index_sequence<kLane...>) {
+  constexpr size_t kFirst = (kIndex * kLanes >> K) / kLanes * kLanes;
+  typename Simd<kLanes>::Float loaded;
+  std::memcpy(&loaded, row + kFirst, sizeof(loaded));
+  *costs = __builtin_shufflevector(
+      loaded, loaded, ((kIndex * kLanes + kLane) >> K) - kFirst...);
 }
 
-// `values` lie in the order in which this reads them.
-template <int K, size_t kLanes>
-inline __attribute__((always_inline)) void StepBody(const float* values,
-                                                    const float* before,
-                                                    float x, float* after) {
+// One state for each lane of a vector of a block.
+template <int K, size_t kLanes, size_t kIndex>
+inline __attribute__((always_inline)) void Relax(
+    const float* values, const float* row, float x,
+    typename Simd<kLanes>::Float* best) {
+  using Float = typename Simd<kLanes>::Float;
+  Float value;
+  std::memcpy(&value, values + kIndex * kLanes, sizeof(value));
+  const Float error = x - value;
+  Float cost = error * error;
+  if constexpr (size_t{1} << K >= kLanes) {
+    cost += row[kIndex * kLanes >> K];
+  } else {
+    Float costs;
+    LoadCosts<K, kLanes, kIndex>(row, &costs,
+                                 std::make_index_sequence<kLanes>());
+    cost += costs;
+  }
+  *best = cost < *best ? cost : *best;
+}
+
+// The vectors of a block are an index sequence and no loop: their places are
+// constants, so that the minima stay in registers.
+//   values: in the order in which this reads them.
+template <int K, size_t kLanes, size_t... kVector>
+inline __attribute__((always_inline)) void StepBlocks(
+    const float* values, const float* before, float x, float* after,
+    std::index_sequence<kVector...>) {
   using Float = typename Simd<kLanes>::Float;
   constexpr size_t kPrefixes = size_t{1} << (16 - K);
   constexpr size_t kBlock = kVectors * kLanes;
   for (size_t u = 0; u < kPrefixes; u += kBlock) {
     Float best[kVectors];
-    for (Float& b : best) b = kNever - Float{};
+    ((best[kVector] = kNever - Float{}), ...);
+    // A block is a multiple of 2^K states or lies within one.
+    const float* row = before + (u >> K);
     for (size_t h = 0; h < size_t{1} << K; ++h) {
-      const size_t s = h * kPrefixes + u;
-      for (size_t i = 0; i < kVectors; ++i) {
-        Float value;
-        std::memcpy(&value, values, sizeof(value));
-        values += kLanes;
-        const Float error = x - value;
-        Float cost = error * error;
-        const float* from = before + ((s + i * kLanes) >> K);
-        if constexpr (size_t{1} << K >= kLanes) {
-          cost += *from;
-        } else {
-          Float row;
-          std::memcpy(&row, from, sizeof(row));
-          Spread<K>(row, std::make_index_sequence<kLanes>());
-          cost += row;
-        }
-        best[i] = cost < best[i] ? cost : best[i];
-      }
+      (Relax<K, kLanes, kVector>(values, row, x, &best[kVector]), ...);
+      values += kBlock;
+      row += kPrefixes >> K;
     }
-    std::memcpy(after + u, best, sizeof(best));
+    (std::memcpy(after + u + kVector * kLanes, &best[kVector], sizeof(Float)),
+     ...);
   }
+}
+
+template <int K, size_t kLanes>
+inline __attribute__((always_inline)) void StepBody(const float* values,
+                                                    const float* before,
+                                                    float x, float* after) {
+  StepBlocks<K, kLanes>(values, before, x, after,
+                        std::make_index_sequence<kVectors>());
 }
 
 template <int K>

@@ -12,6 +12,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <span>
 #include <vector>
 
@@ -50,6 +51,27 @@ class TileEncoder {
   void Forward(const TileValues& target);
 
  private:
+  // From the start of a cache line: no vector of the inner loop lies in two.
+  template <typename T>
+  struct LineAllocator {
+    using value_type = T;
+    static constexpr std::align_val_t kLine{64};
+
+    LineAllocator() = default;
+
+    template <typename U>
+    LineAllocator(const LineAllocator<U>&) {}
+
+    T* allocate(size_t count) {
+      return static_cast<T*>(::operator new(count * sizeof(T), kLine));
+    }
+
+    void deallocate(T* memory, size_t) { ::operator delete(memory, kLine); }
+
+    bool operator==(const LineAllocator&) const = default;
+  };
+
+  using LineVector = std::vector<float, LineAllocator<float>>;
   using StepFn = void (*)(const float* values, const float* before, float x,
                           float* after);
 
@@ -65,10 +87,10 @@ class TileEncoder {
   size_t stride_ = 0;    // floats of one row of costs
   StepFn step_ = nullptr;
   std::vector<float> alphabet_;
-  std::vector<float> ordered_;  // the same, in the order of the inner loop
+  LineVector ordered_;  // the same, in the order of the inner loop
   // Row p + 1: least cost of positions 0..p over all paths whose last state has
   // these 16 - K low bits. Row 0: where a path may begin.
-  std::vector<float> costs_;
+  LineVector costs_;
 };
 
 // The 16 K words of a tile, as files hold them.

@@ -34,10 +34,15 @@ void CountBytes(benchmark::State& state, int bits) {
       static_cast<int64_t>(positions * BytesOfPosition(bits)));
 }
 
-// One pass of the search.
+// One pass of the search, with the instructions of one level.
 void BM_TrellisPass(benchmark::State& state) {
   const int bits = static_cast<int>(state.range(0));
-  TileEncoder encoder(CodebookAlphabet(Codebook::kMcg), bits);
+  const auto level = static_cast<EncoderLevel>(state.range(1));
+  if (level > BestEncoderLevel()) {
+    state.SkipWithError("this processor lacks the level");
+    return;
+  }
+  TileEncoder encoder(CodebookAlphabet(Codebook::kMcg), bits, level);
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
   TileValues tile;
@@ -84,7 +89,11 @@ void BM_ValidateNpk(benchmark::State& state) {
 }
 
 BENCHMARK(BM_ValidateNpk);
-BENCHMARK(BM_TrellisPass)->DenseRange(2, 8);
+BENCHMARK(BM_TrellisPass)
+    ->ArgNames({"bits", "level"})
+    ->ArgsProduct({benchmark::CreateDenseRange(2, 8, 1),
+                   {static_cast<int64_t>(EncoderLevel::kAvx2),
+                    static_cast<int64_t>(EncoderLevel::kAvx512)}});
 BENCHMARK(BM_TrellisPassBound)->DenseRange(2, 8);
 
 }  // namespace

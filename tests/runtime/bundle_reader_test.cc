@@ -268,7 +268,7 @@ const Corruption kCorruptions[] = {
     {"SmallArena",
      KILN_SET(kiln_format_plan_t, PLANS, 2, record->arena_bytes = 256),
      kMalformed, "outside the arena"},
-    {"SliceOverlap",
+    {"Row40SliceOverlap",
      KILN_SET(kiln_format_slice_t, SLICES, 3, record->offset = 0), kMalformed,
      "arena slice"},
     {"NegativeEvidence",

@@ -139,7 +139,7 @@ TEST(LaunchPathTest, CudaAllocatesAndLocksNothingAndMakesNoSystemCall) {
   ASSERT_EQ(kiln_modules_load(bundle, &options, &modules, &error),
             KILN_STATUS_OK)
       << error.message;
-  const uint64_t params[2] = {1, 2};
+  const uint64_t params[2] = {16, 32};
   void* arena = reinterpret_cast<void*>(0x100000);
 
   g_allocations = g_locks = g_system_calls = 0;
@@ -213,7 +213,7 @@ TEST(LaunchPathTest, TheKernelSeesNoSystemCall) {
             KILN_STATUS_OK);
   EXPECT_FALSE(MakesNoSystemCall([] { return getppid() != 0; }));
   EXPECT_TRUE(MakesNoSystemCall([&] {
-    const uint64_t params[2] = {1, 2};
+    const uint64_t params[2] = {16, 32};
     void* arena = reinterpret_cast<void*>(0x100000);
     kiln_error_t error = {};
     bool ok = true;

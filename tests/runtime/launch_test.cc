@@ -248,7 +248,7 @@ TEST_F(CudaLaunchTest, ZeroTokensDoNothingAndLookAtNothing) {
   EXPECT_TRUE(fake_.calls().empty());
 }
 
-TEST_F(CudaLaunchTest, RefusesTokensOutsideTheInterval) {
+TEST_F(CudaLaunchTest, Row39RefusesTokensOutsideTheInterval) {
   const kiln_entry_t* entry = Find("moe", 2);
   for (const uint64_t m : {uint64_t{1}, uint64_t{5}}) {
     EXPECT_EQ(Launch(entry, m), KILN_STATUS_TOKENS_OUT_OF_RANGE);
@@ -261,7 +261,7 @@ TEST_F(CudaLaunchTest, RefusesTokensOutsideTheInterval) {
   EXPECT_TRUE(fake_.launches().empty());
 }
 
-TEST_F(CudaLaunchTest, ArenaMistakesAreThreeDifferentErrors) {
+TEST_F(CudaLaunchTest, Row21And38ArenaMistakesAreThreeDifferentErrors) {
   const kiln_entry_t* entry = Find("moe", 64);
   uint64_t bytes = 0;
   uint64_t alignment = 0;
@@ -284,7 +284,7 @@ TEST_F(CudaLaunchTest, ArenaMistakesAreThreeDifferentErrors) {
   EXPECT_EQ(fake_.launches().size(), 2u);
 }
 
-TEST_F(CudaLaunchTest, ParameterMistakesAreThreeDifferentErrors) {
+TEST_F(CudaLaunchTest, Row40ParameterMistakesAreThreeDifferentErrors) {
   const kiln_entry_t* entry = Find("moe", 64);
   EXPECT_EQ(kiln_launch(modules_, entry, 64, nullptr, 16, arena_, arena_bytes_,
                         stream_, &error_),
@@ -296,6 +296,23 @@ TEST_F(CudaLaunchTest, ParameterMistakesAreThreeDifferentErrors) {
   params_[1] = 0;
   EXPECT_EQ(Launch(entry, 64), KILN_STATUS_PARAM_NULL);
   EXPECT_THAT(error_.message, HasSubstr("parameter 1 'out' is null"));
+}
+
+// Row 18 of the fail-closed table of the formats (templates/formats/README.md).
+TEST_F(CudaLaunchTest, Row18RefusesAMisalignedParameter) {
+  const kiln_entry_t* entry = Find("moe", 64);
+  ASSERT_EQ(Launch(entry, 64), KILN_STATUS_OK);
+  const size_t launches = fake_.launches().size();
+  for (const uint64_t past : {1, 2, 8, 15}) {
+    params_[1] = 0x2000 + past;
+    EXPECT_EQ(Launch(entry, 64), KILN_STATUS_PARAM_MISALIGNED);
+    EXPECT_EQ(error_.message,
+              "entry 'moe' (fused_moe): parameter 1 'out' is misaligned by " +
+                  std::to_string(past) + " bytes, it must be a multiple of 16");
+  }
+  EXPECT_EQ(fake_.launches().size(), launches);
+  params_[1] = 0x2010;
+  EXPECT_EQ(Launch(entry, 64), KILN_STATUS_OK);
 }
 
 TEST_F(CudaLaunchTest, AnEntryOfOtherModulesIsRefused) {
@@ -373,7 +390,7 @@ TEST(StepTest, AStepWithAnEmptyGridIsSkipped) {
   const kiln_entry_t* entry = nullptr;
   ASSERT_EQ(kiln_entry_find(modules, "moe", 1, &entry, nullptr),
             KILN_STATUS_OK);
-  const uint64_t params[2] = {1, 2};
+  const uint64_t params[2] = {16, 32};
   EXPECT_EQ(kiln_launch(modules, entry, 1, params, 16, Address(0x100000), 4096,
                         nullptr, nullptr),
             KILN_STATUS_OK);

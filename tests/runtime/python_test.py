@@ -73,6 +73,41 @@ def inputs(m):
             words(8, EXPERTS * HIDDEN, 0x83ff, 0x3000)]
 
 
+class Tensor:
+    """As an array library has it, over an array or a whole number of bytes."""
+
+    def __init__(self, data, dtype, shape, device="cpu"):
+        self.data, self.dtype, self.shape = data, f"torch.{dtype}", shape
+        self.device = unittest.mock.Mock(type=device, index=None)
+
+    def data_ptr(self):
+        return (self.data.buffer_info()[0] if isinstance(self.data, array.array)
+                else self.data)
+
+    def is_contiguous(self):
+        return True
+
+    def numel(self):
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    def element_size(self):
+        return int("".join(filter(str.isdigit, self.dtype))) // 8
+
+
+SHAPES = (("bfloat16", lambda m: (m, HIDDEN)), ("int32", lambda m: (m, TOP_K)),
+          ("float32", lambda m: (m, TOP_K)),
+          *[("int16", lambda m: (EXPERTS, 8, 8, 16 * BITS))] * 3,
+          *[("float16", lambda m: (EXPERTS, HIDDEN))] * 2,
+          ("float16", lambda m: (EXPERTS, 3 * INTER)),
+          ("float16", lambda m: (EXPERTS, HIDDEN)),
+          ("float32", lambda m: (m, HIDDEN)))
+(X, IDS, WEIGHTS_OF_ROUTES, W_GATE, W_UP, W_DOWN, GATE_SUH, UP_SUH, ROTATIONS,
+ DOWN_SVH, OUT) = range(len(SHAPES))
+
+
 class WithBundle(unittest.TestCase):
 
     @classmethod
@@ -234,6 +269,174 @@ class RuntimeTest(WithBundle):
         with self.assertRaisesRegex(ValueError, "not contiguous"):
             self.launch(1, params)
 
+    def tensors(self, m, **changes):
+        """Typed and shaped parameters; the named ones are changed."""
+        data = [*inputs(m), array.array("f", bytes(4 * m * HIDDEN))]
+        out = []
+        for index, (dtype, shape) in enumerate(SHAPES):
+            name = self.modules.find("moe", m).params[index].name
+            made = {"data": data[index], "dtype": dtype, "shape": shape(m)}
+            out.append(Tensor(**{**made, **changes.get(name, {})}))
+        return out
+
+    def launch_tensors(self, m, arena=None, **changes):
+        entry = self.modules.find("moe", m)
+        tensors = self.tensors(m, **changes)
+        entry.launch(m, tensors,
+                     arena or kiln.aligned_buffer(entry.arena_bytes))
+        return tensors[OUT].data
+
+    def refused_tensor(self, error, text, m=2, **changes):
+        with self.assertRaisesRegex(error, text):
+            self.launch_tensors(m, **changes)
+
+    def test_typed_and_shaped_tensors_are_taken(self):
+        expected = self.launch(2)
+        self.assertEqual(self.launch_tensors(2), expected)
+        # Bits of 16-bit numbers, words two by two, bytes, flat memory, and
+        # more tokens than the launch has.
+        self.assertEqual(self.launch_tensors(
+            2, x={"dtype": "int16"}, gate_suh={"dtype": "uint16"},
+            w_gate={"dtype": "int32", "shape": (EXPERTS, 8, 8, 8 * BITS)},
+            w_up={"dtype": "uint8", "shape": (2 * WEIGHTS,)},
+            w_down={"shape": (WEIGHTS,)}), expected)
+        data = inputs(4)
+        data[IDS] = inputs(2)[IDS] + inputs(2)[IDS]
+        self.assertEqual(self.launch_tensors(
+            2, x={"data": data[X], "shape": (4, HIDDEN)},
+            topk_ids={"data": data[IDS], "shape": (4, TOP_K)}), expected)
+
+    # The rows of the specification's fail-closed table (templates/formats/
+    # README.md) that a caller's tensors can break.
+
+    def test_row17_refuses_a_trellis_of_another_type(self):
+        for name in ("w_gate", "w_up", "w_down"):
+            for dtype, found in (("float16", "f16"), ("bfloat16", "bf16"),
+                                 ("int64", "i64"), ("int8", "i8")):
+                with self.subTest(name=name, dtype=dtype):
+                    self.refused_tensor(
+                        TypeError, f"parameter {name} is {found}, must be i16",
+                        **{name: {"dtype": dtype}})
+
+    def test_row18_refuses_a_trellis_of_another_shape_or_place(self):
+        for shape in ((EXPERTS, 8, 8, 8 * BITS), (EXPERTS, 8, 4, 32 * BITS),
+                      (EXPERTS * 8, 8, 16 * BITS), (1, EXPERTS, 8, 8, 16 * BITS),
+                      (EXPERTS + 1, 8, 8, 16 * BITS), ()):
+            with self.subTest(shape=shape):
+                self.refused_tensor(
+                    ValueError, r"parameter w_gate has the shape .*must have "
+                    r"\[4, 8, 8, 64\]", w_gate={"shape": shape})
+        with self.assertRaisesRegex(TypeError, "w_up is on cuda"):
+            tensors = self.tensors(2)
+            tensors[W_UP].device.type = "cuda"
+            self.modules.find("moe", 2).launch(2, tensors)
+        with self.assertRaisesRegex(ValueError, "not contiguous"):
+            tensors = self.tensors(2)
+            tensors[W_UP].is_contiguous = lambda: False
+            self.modules.find("moe", 2).launch(2, tensors)
+
+    def test_row18_refuses_a_misaligned_trellis(self):
+        longer = array.array("H", [0]) + inputs(2)[W_DOWN]
+        error = self.refused(
+            kiln.DispatchError, kiln.Status.PARAM_MISALIGNED,
+            self.launch_tensors, 2,
+            w_down={"data": longer.buffer_info()[0] + 2})
+        self.assertIn("parameter 5 'w_down' is misaligned by 2 bytes, it must "
+                      "be a multiple of 16", str(error))
+        self.refused(kiln.DispatchError, kiln.Status.PARAM_MISALIGNED,
+                     self.launch_tensors, 2, x={
+                         "data": longer.buffer_info()[0] + 8})
+
+    def test_row19_refuses_scale_tables_of_another_type_or_shape(self):
+        for name, columns in (("gate_suh", HIDDEN), ("up_suh", HIDDEN),
+                              ("rotations", 3 * INTER), ("down_svh", HIDDEN)):
+            with self.subTest(name):
+                for dtype, found in (("bfloat16", "bf16"), ("float32", "f32")):
+                    self.refused_tensor(
+                        TypeError, f"parameter {name} is {found}, must be f16",
+                        **{name: {"dtype": dtype}})
+                # One row for all experts beside a row of each.
+                self.refused_tensor(
+                    ValueError, rf"parameter {name} has the shape \[1, "
+                    rf"{columns}\], must have \[4, {columns}\]",
+                    **{name: {"shape": (1, columns)}})
+                # A table that is not there.
+                error = self.refused(
+                    kiln.DispatchError, kiln.Status.PARAM_NULL,
+                    self.launch_tensors, 2, **{name: {"data": 0}})
+                self.assertIn(f"'{name}' is null", str(error))
+
+    def test_row21_refuses_a_workspace_that_is_shared_or_elsewhere(self):
+        entry = self.modules.find("moe", 2)
+        arena = kiln.aligned_buffer(entry.arena_bytes + 4096)
+        with self.assertRaisesRegex(ValueError, "overlaps arena"):
+            self.launch_tensors(2, arena=arena, out={"data": arena.data_ptr()})
+        with self.assertRaisesRegex(ValueError, "overlaps arena|arena, which"):
+            self.launch_tensors(2, arena=arena, x={"data": arena.data_ptr()})
+        with self.assertRaisesRegex(TypeError, "arena is on cuda"):
+            self.launch_tensors(2, arena=kiln.Buffer(
+                arena.data_ptr(), entry.arena_bytes, "cuda"))
+
+    def test_row35_refuses_inputs_of_another_type(self):
+        for name, dtype, wanted in (
+                ("x", "float16", "bf16"), ("x", "float32", "bf16"),
+                ("topk_ids", "int64", "i32"), ("topk_ids", "float32", "i32"),
+                ("topk_ids", "uint32", "i32"), ("topk_weights", "int32", "f32"),
+                ("topk_weights", "bfloat16", "f32")):
+            with self.subTest(name=name, dtype=dtype):
+                self.refused_tensor(
+                    TypeError, f"parameter {name} is .*, must be {wanted}",
+                    **{name: {"dtype": dtype}})
+        # The same of every other kind of buffer.
+        for bad, found in ((array.array("d", bytes(16 * HIDDEN)), "f64"),
+                           ((ctypes.c_float * (2 * HIDDEN))(), "f32"),
+                           ((ctypes.c_uint16.__ctype_be__ * (2 * HIDDEN))(),
+                            "u16 big-endian")):
+            params = inputs(2)
+            params[X] = bad
+            with self.assertRaisesRegex(
+                    TypeError, f"parameter x is {found}, must be bf16"):
+                self.launch(2, params)
+
+    def test_row35_and_36_refuse_inputs_of_another_shape(self):
+        for name, shape, wanted in (
+                ("x", (2, 2 * HIDDEN), [2, HIDDEN]),
+                ("x", (1, 2, HIDDEN), [2, HIDDEN]),
+                ("x", (1, HIDDEN), [2, HIDDEN]),
+                ("topk_ids", (2, 2 * TOP_K), [2, TOP_K]),
+                ("topk_weights", (2, TOP_K, 1), [2, TOP_K]),
+                ("topk_weights", (1, TOP_K), [2, TOP_K])):
+            with self.subTest(name=name, shape=shape):
+                self.refused_tensor(
+                    ValueError, f"parameter {name} has the shape " +
+                    re.escape(f"{list(shape)}, must have {wanted}"),
+                    **{name: {"shape": shape}})
+
+    def test_row36_refuses_a_down_svh_of_other_channels(self):
+        self.refused_tensor(
+            ValueError, r"parameter down_svh has the shape \[4, 64\], must "
+            r"have \[4, 128\]", down_svh={"shape": (EXPERTS, 64)})
+
+    def test_row37_refuses_an_output_that_overlaps_what_is_read(self):
+        for name in ("x", "topk_weights", "w_down", "down_svh"):
+            with self.subTest(name):
+                tensors = self.tensors(2)
+                index = [p.name for p in self.modules.find("moe", 2).params
+                         ].index(name)
+                tensors[OUT].data = tensors[index].data_ptr()
+                arena = kiln.aligned_buffer(1 << 20)
+                with self.assertRaisesRegex(
+                        ValueError, "parameter out, which is written, overlaps "
+                        f"parameter {name}: bytes 0x"):
+                    self.modules.find("moe", 2).launch(2, tensors, arena)
+
+    def test_row39_refuses_an_output_of_another_type_or_shape(self):
+        self.refused_tensor(TypeError, "parameter out is bf16, must be f32",
+                            out={"dtype": "bfloat16"})
+        self.refused_tensor(ValueError, r"parameter out has the shape \[1, "
+                            r"128\], must have \[2, 128\]",
+                            out={"shape": (1, HIDDEN)})
+
     def test_array_interfaces_and_addresses_are_taken(self):
         expected = self.launch(2)
 
@@ -243,7 +446,8 @@ class RuntimeTest(WithBundle):
                 address, count = data.buffer_info()
                 self.__array_interface__ = {
                     "data": (address, False), "shape": (count,),
-                    "typestr": f"<u{data.itemsize}", "version": 3}
+                    "typestr": {"H": "<u2", "i": "<i4",
+                                "f": "<f4"}[data.typecode], "version": 3}
 
         kept = inputs(2)
         self.assertEqual(self.launch(2, [Array(p) for p in kept]), expected)

@@ -64,7 +64,7 @@ class RuntimeThreadsTest : public ::testing::Test {
 
   void LaunchCuda(const kiln_modules_t* modules, uint64_t m) {
     const kiln_entry_t* entry = nullptr;
-    const uint64_t params[2] = {1, 2};
+    const uint64_t params[2] = {16, 32};
     Want(KILN_STATUS_OK, kiln_entry_find(modules, "moe", m, &entry, nullptr));
     Want(KILN_STATUS_OK, kiln_launch(modules, entry, m, params, sizeof(params),
                                      reinterpret_cast<void*>(0x100000), 1 << 20,
@@ -152,7 +152,7 @@ TEST_F(RuntimeThreadsTest, StaleHandlesAreRefusedWhileOthersComeAndGo) {
   ASSERT_EQ(kiln_entry_find(stale, "moe", 1, &entry, nullptr), KILN_STATUS_OK);
   kiln_modules_unload(stale, nullptr);
   InThreads([&](int thread) {
-    const uint64_t params[2] = {1, 2};
+    const uint64_t params[2] = {16, 32};
     for (int round = 0; round < kRounds; ++round) {
       if (thread % 2 == 0) {
         kiln_modules_t* modules = Load(bundle, "cuda");

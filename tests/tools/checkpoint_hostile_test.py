@@ -488,6 +488,11 @@ class MemoryLimitTest(HostileTest):
             with open(path, "w") as handle:
                 handle.write(text)
             self.each("index.json")
+        # More names than any model has.
+        with open(path, "w") as handle:
+            handle.write('{"weight_map": {' + ",".join(
+                f'"{i:x}":"s"' for i in range(2_200_000)) + "}}")
+        self.each("more than 2097152 tensors")
         with open(path, "wb") as handle:
             handle.truncate(2**40)
         self.each("are accepted")

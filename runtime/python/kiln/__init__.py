@@ -12,8 +12,8 @@
 A refusal is a kiln.Error with the runtime's own text; `error.status` is one of
 kiln.Status. Buffers are torch tensors or anything else with data_ptr(), arrays
 with __cuda_array_interface__ or __array_interface__, DLPack producers, objects
-with the buffer protocol, or plain addresses. Their size, device and layout are
-checked where they can tell. See kiln.torch_op for a PyTorch custom operator.
+with the buffer protocol, or plain addresses. Their type, shape, size, device and
+layout are checked where they can tell. See kiln.torch_op for a PyTorch custom operator.
 """
 
 from ._buffers import Buffer, aligned_buffer

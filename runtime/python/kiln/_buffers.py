@@ -2,7 +2,7 @@
 
 import ctypes
 import dataclasses
-from typing import Any, Optional
+from typing import Any, Optional, Tuple
 
 CPU, CUDA = "cpu", "cuda"
 
@@ -14,6 +14,35 @@ class Buffer:
     nbytes: Optional[int] = None
     device: Optional[str] = None  # "cpu" or "cuda"
     index: Optional[int] = None  # of several CUDA devices
+    dtype: Optional[str] = None  # "f16"; bytes, "u8", are of any type
+    shape: Optional[Tuple[int, ...]] = None
+
+
+_KINDS = {"int": "i", "uint": "u", "float": "f", "bfloat": "bf"}
+
+
+def _torch_dtype(dtype: Any) -> Optional[str]:
+    """torch.bfloat16 is "bf16"; a type that no bundle has keeps its name."""
+    if dtype is None:
+        return None
+    name = str(dtype).rpartition(".")[2]
+    kind = name.rstrip("0123456789")
+    return _KINDS[kind] + name[len(kind):] if kind in _KINDS else name
+
+
+def _typestr_dtype(typestr: str) -> str:
+    """"<f2" is "f16", and void of two bytes, an extension's type, 16 bits."""
+    order, kind, size = typestr[0], typestr[1], int(typestr[2:])
+    kind = "u" if kind in "VbS" else kind
+    return f"{kind}{8 * size}" + (" big-endian" if order == ">" else "")
+
+
+def _format_dtype(code: str, size: int) -> str:
+    """Of a format of the buffer protocol: "H" is "u16"."""
+    order, code = code[:-1], code[-1]
+    kind = ("i" if code in "hilqn" else "f" if code in "efd"
+            else "u" if code in "cbBHILQN?" else code)
+    return f"{kind}{8 * size}" + (" big-endian" if order in (">", "!") else "")
 
 
 class _DLTensor(ctypes.Structure):
@@ -46,6 +75,7 @@ def _dlpack(value: Any) -> Buffer:
     # Not consumed: the capsule frees what it holds when it goes, and the
     # memory stays with `value`.
     tensor = _DLTensor.from_address(pointer(capsule, b"dltensor"))
+    kind = {0: "i", 1: "u", 2: "f", 4: "bf"}.get(tensor.code, "type ")
     count = 1
     for axis in reversed(range(tensor.ndim)):
         size = tensor.shape[axis]
@@ -55,7 +85,10 @@ def _dlpack(value: Any) -> Buffer:
     return Buffer((tensor.data or 0) + tensor.byte_offset,
                   count * ((tensor.bits * tensor.lanes + 7) // 8),
                   _DL_DEVICES.get(tensor.device_type, "other"),
-                  tensor.device_id if tensor.device_type == 2 else None)
+                  tensor.device_id if tensor.device_type == 2 else None,
+                  f"{kind}{tensor.bits}" + (f"x{tensor.lanes}" if
+                                            tensor.lanes != 1 else ""),
+                  tuple(tensor.shape[:tensor.ndim]))
 
 
 def _interface(interface: dict, device: str) -> Buffer:
@@ -69,7 +102,9 @@ def _interface(interface: dict, device: str) -> Buffer:
     count = int(interface["typestr"][2:])
     for size in interface["shape"]:
         count *= size
-    return Buffer(int(interface["data"][0]), count, device)
+    return Buffer(int(interface["data"][0]), count, device, None,
+                  _typestr_dtype(interface["typestr"]),
+                  tuple(interface["shape"]))
 
 
 def buffer_of(value: Any) -> Buffer:
@@ -90,7 +125,9 @@ def buffer_of(value: Any) -> Buffer:
         device = getattr(value, "device", None)
         return Buffer(int(value.data_ptr()), nbytes,
                       getattr(device, "type", None),
-                      getattr(device, "index", None))
+                      getattr(device, "index", None),
+                      _torch_dtype(getattr(value, "dtype", None)),
+                      tuple(value.shape) if hasattr(value, "shape") else None)
     if hasattr(value, "__cuda_array_interface__"):
         return _interface(value.__cuda_array_interface__, CUDA)
     if hasattr(value, "__array_interface__"):
@@ -110,7 +147,8 @@ def buffer_of(value: Any) -> Buffer:
             f"{type(value).__name__} is read-only memory without an address; "
             "pass a bytearray, an array or a tensor")
     flat = (ctypes.c_char * view.nbytes).from_buffer(view)
-    return Buffer(ctypes.addressof(flat), view.nbytes, CPU)
+    return Buffer(ctypes.addressof(flat), view.nbytes, CPU, None,
+                  _format_dtype(view.format, view.itemsize), view.shape)
 
 
 class _Aligned:

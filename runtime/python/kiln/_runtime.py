@@ -52,6 +52,7 @@ class Status(enum.IntEnum):
     ARENA_SHORT = 47
     ARENA_MISALIGNED = 48
     STREAM_NOT_ALLOWED = 49
+    PARAM_MISALIGNED = 50
 
 
 class Error(Exception):
@@ -165,6 +166,13 @@ _TEXT = ctypes.c_char_p
 _BACKENDS = {1: CUDA, 2: CPU}
 _ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i16": 2, "i32": 4, "i64": 8,
                "u8": 1, "u16": 2, "u32": 4, "i8": 1}
+
+
+# Types in which a buffer of a declared type may come besides its own: 16 bits
+# for numbers that array libraries lack, and trellis words two by two. Bytes are
+# memory without a type.
+_ALSO_TAKEN = {"bf16": ("i16", "u16"), "f16": ("i16", "u16"),
+               "i16": ("u16", "i32", "u32")}
 
 
 class Runtime:
@@ -455,7 +463,9 @@ class Entry:
         anything with cuda_stream) or runs it (CPU). The buffers must stay alive
         until the launch has completed. Raises DispatchError for what the
         bundle does not declare; TypeError or ValueError for buffers of
-        another size, device or layout."""
+        another type, shape, size, device or layout, and for an output or an
+        arena that overlaps another buffer. A buffer of one dimension is flat
+        memory; others have the declared shape, or more tokens."""
         if m == 0:
             # Nothing is looked at, as in C.
             self._runtime.call("kiln_launch", self.modules._handle,
@@ -469,6 +479,7 @@ class Entry:
         scratch = None if arena is None else buffer_of(arena)
         if scratch is not None:
             self._check_place("arena", scratch.device, scratch.index)
+        self._check_overlap(m, buffers, scratch)
         if hasattr(stream, "cuda_stream"):
             self._check_place("stream", CUDA, getattr(
                 getattr(stream, "device", None), "index", None))
@@ -495,8 +506,56 @@ class Entry:
         param = self.params[index]
         self._check_place(f"parameter {param.name}", buffer.device,
                           buffer.index)
+        self._check_type(param, buffer)
+        self._check_shape(index, m, buffer)
         wanted = self.param_bytes(index, m)
         if None not in (wanted, buffer.nbytes) and buffer.nbytes < wanted:
             raise ValueError(
                 f"parameter {param.name} has {buffer.nbytes} bytes, "
                 f"{param.dtype} {param.shape} needs {wanted} at m = {m}")
+
+    def _check_type(self, param: Param, buffer) -> None:
+        taken = (param.dtype, *_ALSO_TAKEN.get(param.dtype, ()), "u8", None)
+        if param.dtype in _ITEM_BYTES and buffer.dtype not in taken:
+            raise TypeError(f"parameter {param.name} is {buffer.dtype}, must "
+                            f"be {param.dtype}")
+
+    def _check_shape(self, index: int, m: int, buffer) -> None:
+        param, wanted = self.params[index], self.shape(index, m)
+        item = _ITEM_BYTES.get(param.dtype)
+        if (wanted is None or item is None or buffer.shape is None or
+                len(buffer.shape) == 1):
+            return
+        # Of the last dimension, its bytes: words may come two by two.
+        found = list(buffer.shape)
+        count = 1
+        for size in found:
+            count *= size
+        if found and count and buffer.nbytes is not None:
+            found[-1] = found[-1] * (buffer.nbytes // count) / item
+        if (param.shape.startswith("[m,") and len(found) == len(wanted) and
+                found[0] > m):
+            found[0] = m
+        if found != list(wanted):
+            raise ValueError(
+                f"parameter {param.name} has the shape {list(buffer.shape)}, "
+                f"must have {list(wanted)} ({param.shape}) at m = {m}, or one "
+                "dimension")
+
+    def _check_overlap(self, m: int, buffers, scratch) -> None:
+        """Outputs and scratch are written while the rest is read."""
+        places = []  # name, first byte, byte behind, written
+        for index, buffer in enumerate(buffers[:len(self.params)]):
+            nbytes = self.param_bytes(index, m) or buffer.nbytes or 0
+            places.append((f"parameter {self.params[index].name}",
+                           buffer.address, buffer.address + nbytes,
+                           self.params[index].output))
+        if scratch is not None:
+            places.append(("arena", scratch.address,
+                           scratch.address + self.arena_bytes, True))
+        for what, begin, end, written in places:
+            for other, first, behind, _ in places if written else ():
+                if other is not what and begin < behind and first < end:
+                    raise ValueError(
+                        f"{what}, which is written, overlaps {other}: bytes "
+                        f"{begin:#x}..{end:#x} and {first:#x}..{behind:#x}")

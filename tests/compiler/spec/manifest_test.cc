@@ -190,7 +190,7 @@ std::vector<BadInput> BadInputs() {
       {"DuplicateKey", "\"experts\": 8", "\"hidden\": 8",
        "m.json:11:4: duplicate key \"hidden\", first on line 9"},
       // Sizes.
-      {"ZeroHidden", "\"hidden\": 256", "\"hidden\": 0",
+      {"Row16ZeroHidden", "\"hidden\": 256", "\"hidden\": 0",
        "m.json:9:14: \"hidden\" is 0, must be within 128..65536"},
       {"NegativeHidden", "\"hidden\": 256", "\"hidden\": -256",
        "m.json:9:14: \"hidden\" is -256, must be within 128..65536"},
@@ -201,17 +201,18 @@ std::vector<BadInput> BadInputs() {
        "m.json:9:14: number 9223372036854775808 is out of range"},
       {"HugestHidden", "\"hidden\": 256", "\"hidden\": 1e300",
        "m.json:9:14: \"hidden\" must be an integer, found 1e+300"},
-      {"RaggedHidden", "\"hidden\": 256", "\"hidden\": 192",
+      {"Row36RaggedHidden", "\"hidden\": 256", "\"hidden\": 192",
        "m.json:9:14: \"hidden\" is 192, must be a multiple of 128 (the "
        "Hadamard block)"},
       {"ZeroIntermediate", "\"intermediate\": 128", "\"intermediate\": 0",
        "m.json:10:20: \"intermediate\" is 0, must be within 128..262144"},
       {"HugeIntermediate", "\"intermediate\": 128", "\"intermediate\": 262272",
        "m.json:10:20: \"intermediate\" is 262272, must be within 128..262144"},
-      {"RaggedIntermediate", "\"intermediate\": 128", "\"intermediate\": 129",
+      {"Row36RaggedIntermediate", "\"intermediate\": 128",
+       "\"intermediate\": 129",
        "m.json:10:20: \"intermediate\" is 129, must be a multiple of 128 (the "
        "Hadamard block)"},
-      {"ZeroExperts", "\"experts\": 8", "\"experts\": 0",
+      {"Row16ZeroExperts", "\"experts\": 8", "\"experts\": 0",
        "m.json:11:15: \"experts\" is 0, must be within 1..1024"},
       {"HugeExperts", "\"experts\": 8", "\"experts\": 1025",
        "m.json:11:15: \"experts\" is 1025, must be within 1..1024"},
@@ -221,9 +222,9 @@ std::vector<BadInput> BadInputs() {
        "m.json:12:13: \"top_k\" is 33, must be within 1..32"},
       {"TopKAboveExperts", "\"top_k\": 2", "\"top_k\": 9",
        "m.json:12:13: \"top_k\" is 9, must be at most \"experts\" (8)"},
-      {"ZeroBits", "\"bits\": 4", "\"bits\": 0",
+      {"Row16ZeroBits", "\"bits\": 4", "\"bits\": 0",
        "m.json:18:14: \"bits\" is 0, must be within 1..8"},
-      {"NineBits", "\"bits\": 4", "\"bits\": 9",
+      {"Row16NineBits", "\"bits\": 4", "\"bits\": 9",
        "m.json:18:14: \"bits\" is 9, must be within 1..8"},
       {"NineBitsOfOne", "\"bits\": 4",
        "\"bits\": {\"gate\": 4, \"up\": 9, \"down\": 4}",
@@ -260,12 +261,12 @@ std::vector<BadInput> BadInputs() {
       // Words.
       {"UnknownOp", "\"fused_moe\"", "\"gemm\"",
        "m.json:7:10: \"op\" is \"gemm\", must be one of \"fused_moe\""},
-      {"UnknownActivation", "\"silu\"", "\"gelu\"",
+      {"Row33UnknownActivation", "\"silu\"", "\"gelu\"",
        "m.json:13:18: \"activation\" is \"gelu\", must be one of \"silu\""},
-      {"UnknownIoDtype", "\"bf16\"", "\"f32\"",
+      {"Row35UnknownIoDtype", "\"bf16\"", "\"f32\"",
        "m.json:14:16: \"io_dtype\" is \"f32\", must be one of \"bf16\", "
        "\"f16\""},
-      {"UnknownIdDtype", "\"i32\"", "\"u32\"",
+      {"Row35UnknownIdDtype", "\"i32\"", "\"u32\"",
        "m.json:15:16: \"id_dtype\" is \"u32\", must be one of \"i32\", "
        "\"i64\""},
       {"UnknownFormat", "\"exl3\"", "\"exl2\"",
@@ -273,6 +274,10 @@ std::vector<BadInput> BadInputs() {
       {"UnknownCodebook", "\"mcg\"", "\"mcg2\"",
        "m.json:17:18: \"codebook\" is \"mcg2\", must be one of \"3inst\", "
        "\"mcg\", \"mul1\""},
+      // 8-bit activations need a codebook of E4M3 values, which none of EXL3
+      // is.
+      {"Row34RecipeW4a8", "\"w4a16\"", "\"w4a8\"",
+       "m.json:19:14: \"recipe\" is \"w4a8\", must be one of \"w4a16\""},
       {"UnknownRecipe", "\"w4a16\"", "\"w4a4\"",
        "m.json:19:14: \"recipe\" is \"w4a4\", must be one of \"w4a16\""},
       {"UnknownScales", "\"bits\": 4", "\"bits\": 4, \"scales\": \"both\"",

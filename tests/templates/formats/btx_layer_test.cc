@@ -393,13 +393,42 @@ TEST(BtxLayerTest, Row15RefusesKindsWithoutAnArm) {
   }
 }
 
+TEST(BtxLayerTest, Row24RefusesPairsAcrossHiddenChannelsThatFillNoBlock) {
+  BtxOptions options = kPairs;
+  options.hidden = 144;
+  EXPECT_THAT(Prepare(options, {0, 256}),
+              NotRun("has the hidden size 144, must be a multiple of 128"));
+}
+
+// Experts of pair rates follow each other without gaps, so a rate byte of
+// another kind moves all that stands behind it.
+TEST(BtxLayerTest, Row30RefusesRatesThatDoNotPackTheRow) {
+  BtxOptions options = kPairs;
+  options.pair_kinds = {"P33", "P43"};
+  options.row_alignment = 1;
+  ASSERT_OK(Check(options, MakeBtxFiles(options)));
+  // Of pair 1, whose rows are the longest. A P33 that says P43: the row ends
+  // before its experts do.
+  const auto with = [&](uint64_t at, char from, char to) {
+    return Changed(options, [&](BtxFiles* files) {
+      std::string& rates = files->tensors["rates_fc2"].bytes;
+      ASSERT_EQ(rates[at], from);
+      rates[at] = to;
+    });
+  };
+  EXPECT_THAT(with(3, '\x33', '\x43'), Refused("for its experts"));
+  // A P43 that says P33: what is left at the end is no padding.
+  EXPECT_THAT(with(4, '\x43', '\x33'),
+              Refused("which is padding and must be 0"));
+}
+
 TEST(BtxLayerTest, Row31RefusesACoupledExtentAcrossTheHalves) {
   EXPECT_OK(Prepare(kCoupled, {0, 128}));
   EXPECT_OK(Prepare(kCoupled, {128, 256}));
   EXPECT_THAT(Prepare(kCoupled, {0, 256}), Refused("crosses channel 128"));
 }
 
-TEST(BtxLayerTest, RefusesAHiddenSizeThatCutsABlock) {
+TEST(BtxLayerTest, Row16RefusesAHiddenSizeThatCutsABlock) {
   BtxOptions options = kUniform;
   options.hidden = 144;
   EXPECT_THAT(Prepare(options, {0, 512}),

@@ -67,7 +67,7 @@ auto NotServed(const std::string& tensor, const std::string& reason) {
             HasSubstr(reason), HasSubstr("kiln prepare writes")));
 }
 
-TEST(ContainersTest, DescribeSaysWhichTensorNoTemplateServes) {
+TEST(ContainersTest, Row36DescribeSaysWhichTensorNoTemplateServes) {
   const TestFolder folder;
   const auto describe = [&](const BtxOptions& options) {
     WriteBtx(folder, options);
@@ -90,7 +90,7 @@ TEST(ContainersTest, DescribeSaysWhichTensorNoTemplateServes) {
       NotServed("_qsrt_format_section", "has a pair of rates for each expert"));
 }
 
-TEST(ContainersTest, DescribeRefusesAConfigurationThatDisagrees) {
+TEST(ContainersTest, Row15DescribeRefusesAConfigurationThatDisagrees) {
   const TestFolder folder;
   WriteBtx(folder, {});
   const auto with = [&](const std::string& from, const std::string& to) {

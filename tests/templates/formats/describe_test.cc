@@ -274,7 +274,7 @@ TEST(DescribeTest, RefusesGptOssAndNamesItsFirstTensor) {
                                        "gate_up_proj_bias\""))));
 }
 
-TEST(DescribeTest, RefusesADenseModelAndNamesItsFirstMatrix) {
+TEST(DescribeTest, Row23RefusesADenseModelAndNamesItsFirstMatrix) {
   TestTensors tensors;
   for (const char* key :
        {"model.layers.10.mlp.down_proj", "model.layers.2.self_attn.q_proj",
@@ -371,7 +371,7 @@ TEST(DescribeTest, RefusesRanksThatCutAHadamardBlock) {
                        HasSubstr("200 is not a multiple of 128")));
 }
 
-TEST(DescribeTest, RefusesMixedRatesInsideALayer) {
+TEST(DescribeTest, Row41RefusesMixedRatesInsideALayer) {
   TestTensors tensors = QwenTensors();
   testing::AddExl3("model.layers.1.mlp.experts.2.up_proj", kHidden,
                    kIntermediate, 3, "mcg", 7, &tensors);
@@ -381,14 +381,14 @@ TEST(DescribeTest, RefusesMixedRatesInsideALayer) {
       "layer has 4 bits; experts of mixed rates");
 }
 
-TEST(DescribeTest, RefusesMixedCodebooksInsideALayer) {
+TEST(DescribeTest, Row41RefusesMixedCodebooksInsideALayer) {
   TestTensors tensors = QwenTensors();
   tensors.erase("model.layers.1.mlp.experts.1.down_proj.mcg");
   ExpectNotServed(tensors, "\"model.layers.1.mlp.experts.1.down_proj.trellis\"",
                   "codebook 3inst", "has codebook mcg");
 }
 
-TEST(DescribeTest, RefusesMarkersThatContradictTheConfiguration) {
+TEST(DescribeTest, Row22RefusesMarkersThatContradictTheConfiguration) {
   const std::string config =
       Config("qwen3_moe", 2,
              ", \"quantization_config\": {\"quant_method\": \"exl3\","
@@ -410,7 +410,7 @@ TEST(DescribeTest, RefusesMarkersThatContradictTheConfiguration) {
                      HasSubstr("says mul1"))));
 }
 
-TEST(DescribeTest, RefusesAMissingExpert) {
+TEST(DescribeTest, Row16RefusesAMissingExpert) {
   TestTensors tensors = QwenTensors();
   for (const char* part : {"trellis", "suh", "svh", "mcg"}) {
     tensors.erase(absl::StrCat("model.layers.1.mlp.experts.2.up_proj.", part));
@@ -427,14 +427,14 @@ TEST(DescribeTest, RefusesAMissingLayer) {
                 "\"model.layers.1.mlp.experts.0.gate_proj.trellis\"", "");
 }
 
-TEST(DescribeTest, RefusesAnIncompleteGroup) {
+TEST(DescribeTest, Row16RefusesAnIncompleteGroup) {
   TestTensors tensors = QwenTensors();
   tensors.erase("model.layers.0.mlp.experts.1.gate_proj.trellis");
   ExpectRefused(tensors, "\"model.layers.0.mlp.experts.1.gate_proj\"", "",
                 "lacks .trellis");
 }
 
-TEST(DescribeTest, RefusesAnExpertBeyondTheConfiguration) {
+TEST(DescribeTest, Row41RefusesAnExpertBeyondTheConfiguration) {
   TestTensors tensors = QwenTensors();
   Rename("model.layers.0.mlp.experts.2.up_proj.suh",
          "model.layers.0.mlp.experts.3.up_proj.suh", &tensors);
@@ -478,7 +478,7 @@ TEST(DescribeTest, RefusesALayerUnderTwoPrefixes) {
                 "which is meant is unclear");
 }
 
-TEST(DescribeTest, RefusesAnotherGeometryThanTheConfigurations) {
+TEST(DescribeTest, Row16RefusesAnotherGeometryThanTheConfigurations) {
   TestTensors tensors = QwenTensors();
   testing::AddExl3("model.layers.0.mlp.experts.1.down_proj", kHidden, kHidden,
                    4, "mcg", 7, &tensors);

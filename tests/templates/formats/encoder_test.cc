@@ -235,7 +235,7 @@ constexpr size_t kOut = 128;
 
 TEST(Exl3EncoderTest, TheErrorIsTheOneItStatesAndTheAlphabets) {
   // Mean squared error of a Gaussian input, from section A.10 and measured.
-  constexpr double kExpected[9] = {0,      .27,    .0687,   .0176,   .0046,
+  constexpr double kExpected[9] = {0,      .27,    .0687,   .0176, .0046,
                                    .00122, .00033, .000088, .00003};
   const std::vector<float> weights = UnevenWeights(kIn, kOut, 0.02, 1);
   for (const Codebook codebook : kCodebooks) {

@@ -133,22 +133,22 @@ TEST(Exl3Test, RefusesAGroupWithoutTrellis) {
                 "lacks .trellis");
 }
 
-TEST(Exl3Test, RefusesAGroupWithoutInputScales) {
+TEST(Exl3Test, Row19RefusesAGroupWithoutInputScales) {
   ExpectRefused([](TestTensors* t) { t->erase("m.suh"); }, "\"m\"", "",
                 "lacks .suh (or its legacy form .su)");
 }
 
-TEST(Exl3Test, RefusesAGroupWithoutOutputScales) {
+TEST(Exl3Test, Row19RefusesAGroupWithoutOutputScales) {
   ExpectRefused([](TestTensors* t) { t->erase("m.svh"); }, "\"m\"", "",
                 "lacks .svh (or its legacy form .sv)");
 }
 
-TEST(Exl3Test, RefusesATrellisOfAnotherType) {
+TEST(Exl3Test, Row17RefusesATrellisOfAnotherType) {
   ExpectRefused([](TestTensors* t) { (*t)["m.trellis"].type = "F16"; },
                 "\"m.trellis\"", "F16 [16, 8, 48]", "must be I16");
 }
 
-TEST(Exl3Test, RefusesATrellisOfAnotherRank) {
+TEST(Exl3Test, Row23RefusesATrellisOfAnotherRank) {
   ExpectRefused(
       [](TestTensors* t) {
         (*t)["m.trellis"].shape = {128, 48};
@@ -156,7 +156,7 @@ TEST(Exl3Test, RefusesATrellisOfAnotherRank) {
       "\"m.trellis\"", "I16 [128, 48]", "must be I16 [in/16");
 }
 
-TEST(Exl3Test, RefusesALastDimensionThatIsNoRate) {
+TEST(Exl3Test, Row16RefusesALastDimensionThatIsNoRate) {
   ExpectRefused(
       [](TestTensors* t) {
         (*t)["m.trellis"] = {"I16", {16, 8, 24}, std::string(6144, '\0')};
@@ -164,7 +164,7 @@ TEST(Exl3Test, RefusesALastDimensionThatIsNoRate) {
       "\"m.trellis\"", "last dimension 24", "K within 1..8");
 }
 
-TEST(Exl3Test, RefusesRateNine) {
+TEST(Exl3Test, Row16RefusesRateNine) {
   ExpectRefused(
       [](TestTensors* t) {
         (*t)["m.trellis"] = {"I16", {8, 8, 144}, std::string(18432, '\0')};
@@ -172,7 +172,7 @@ TEST(Exl3Test, RefusesRateNine) {
       "\"m.trellis\"", "last dimension 144", "K within 1..8");
 }
 
-TEST(Exl3Test, RefusesRateZero) {
+TEST(Exl3Test, Row16RefusesRateZero) {
   ExpectRefused(
       [](TestTensors* t) {
         (*t)["m.trellis"] = {"I16", {16, 8, 0}, ""};
@@ -180,7 +180,7 @@ TEST(Exl3Test, RefusesRateZero) {
       "\"m.trellis\"", "last dimension 0", "K within 1..8");
 }
 
-TEST(Exl3Test, RefusesInputChannelsThatFillNoHadamardBlock) {
+TEST(Exl3Test, Row23RefusesInputChannelsThatFillNoHadamardBlock) {
   ExpectRefused(
       [](TestTensors* t) {
         (*t)["m.trellis"] = {"I16", {12, 8, 16}, std::string(3072, '\0')};
@@ -188,7 +188,7 @@ TEST(Exl3Test, RefusesInputChannelsThatFillNoHadamardBlock) {
       "\"m.trellis\"", "12 tiles of 16 input", "Hadamard block");
 }
 
-TEST(Exl3Test, RefusesOutputChannelsThatFillNoHadamardBlock) {
+TEST(Exl3Test, Row23RefusesOutputChannelsThatFillNoHadamardBlock) {
   ExpectRefused(
       [](TestTensors* t) {
         (*t)["m.trellis"] = {"I16", {8, 12, 16}, std::string(3072, '\0')};
@@ -196,7 +196,7 @@ TEST(Exl3Test, RefusesOutputChannelsThatFillNoHadamardBlock) {
       "\"m.trellis\"", "12 tiles of 16 output", "Hadamard block");
 }
 
-TEST(Exl3Test, RefusesAMatrixWithoutChannels) {
+TEST(Exl3Test, Row16RefusesAMatrixWithoutChannels) {
   ExpectRefused(
       [](TestTensors* t) {
         (*t)["m.trellis"] = {"I16", {0, 8, 48}, ""};
@@ -204,7 +204,7 @@ TEST(Exl3Test, RefusesAMatrixWithoutChannels) {
       "\"m.trellis\"", "0 tiles of 16 input", "8 or a multiple of it");
 }
 
-TEST(Exl3Test, RefusesInputScalesOfAnotherLength) {
+TEST(Exl3Test, Row23RefusesInputScalesOfAnotherLength) {
   ExpectRefused(
       [](TestTensors* t) {
         (*t)["m.suh"] = {"F16", {128}, std::string(256, '\0')};
@@ -212,7 +212,7 @@ TEST(Exl3Test, RefusesInputScalesOfAnotherLength) {
       "\"m.suh\"", "F16 [128]", "must be F16 [256]");
 }
 
-TEST(Exl3Test, RefusesOutputScalesOfAnotherLength) {
+TEST(Exl3Test, Row23RefusesOutputScalesOfAnotherLength) {
   ExpectRefused(
       [](TestTensors* t) {
         (*t)["m.svh"] = {"F16", {256}, std::string(512, '\0')};
@@ -220,12 +220,12 @@ TEST(Exl3Test, RefusesOutputScalesOfAnotherLength) {
       "\"m.svh\"", "F16 [256]", "must be F16 [128]");
 }
 
-TEST(Exl3Test, RefusesScalesOfAnotherType) {
+TEST(Exl3Test, Row19RefusesScalesOfAnotherType) {
   ExpectRefused([](TestTensors* t) { (*t)["m.svh"].type = "BF16"; },
                 "\"m.svh\"", "BF16 [128]", "must be F16 [128]");
 }
 
-TEST(Exl3Test, RefusesScalesOfAnotherRank) {
+TEST(Exl3Test, Row23RefusesScalesOfAnotherRank) {
   ExpectRefused(
       [](TestTensors* t) {
         (*t)["m.svh"].shape = {1, 128};
@@ -242,7 +242,7 @@ TEST(Exl3Test, RefusesLegacySignsOfAnotherLength) {
       "\"m.su\"", "I16 [256]", "must be I16 [16]");
 }
 
-TEST(Exl3Test, RefusesBothFormsOfTheInputScales) {
+TEST(Exl3Test, Row19RefusesBothFormsOfTheInputScales) {
   ExpectRefused(
       [](TestTensors* t) {
         (*t)["m.su"] = {"I16", {16}, std::string(32, 0)};
@@ -250,7 +250,7 @@ TEST(Exl3Test, RefusesBothFormsOfTheInputScales) {
       "\"m.suh\"", ".su", "only one may exist");
 }
 
-TEST(Exl3Test, RefusesBothFormsOfTheOutputScales) {
+TEST(Exl3Test, Row19RefusesBothFormsOfTheOutputScales) {
   ExpectRefused(
       [](TestTensors* t) {
         (*t)["m.sv"] = {"I16", {8}, std::string(16, 0)};
@@ -258,7 +258,7 @@ TEST(Exl3Test, RefusesBothFormsOfTheOutputScales) {
       "\"m.svh\"", ".sv", "only one may exist");
 }
 
-TEST(Exl3Test, RefusesBothCodebookMarkers) {
+TEST(Exl3Test, Row22RefusesBothCodebookMarkers) {
   ExpectRefused(
       [](TestTensors* t) {
         (*t)["m.mul1"] = {"I32", {}, std::string(4, 0)};
@@ -266,12 +266,12 @@ TEST(Exl3Test, RefusesBothCodebookMarkers) {
       "\"m.mcg\"", ".mul1", "at most one may exist");
 }
 
-TEST(Exl3Test, RefusesAMarkerOfAnotherType) {
+TEST(Exl3Test, Row22RefusesAMarkerOfAnotherType) {
   ExpectRefused([](TestTensors* t) { (*t)["m.mcg"].type = "F32"; }, "\"m.mcg\"",
                 "F32 []", "must be I32 or U32 []");
 }
 
-TEST(Exl3Test, RefusesAMarkerThatIsNoScalar) {
+TEST(Exl3Test, Row22RefusesAMarkerThatIsNoScalar) {
   ExpectRefused([](TestTensors* t) { (*t)["m.mcg"].shape = {1}; }, "\"m.mcg\"",
                 "I32 [1]", "must be I32 or U32 []");
 }
@@ -318,7 +318,7 @@ TEST(Exl3Test, RefusesABiasOfAnotherType) {
       "\"m.bias\"", "BF16 [128]", "must be F16 or F32 [128]");
 }
 
-TEST(Exl3ValuesTest, RefusesAMarkerOfAnotherValue) {
+TEST(Exl3ValuesTest, Row22RefusesAMarkerOfAnotherValue) {
   Matrix mcg("mcg", [](TestTensors* t) { (*t)["m.mcg"].bytes[0] ^= 1; });
   EXPECT_THAT(mcg.CheckValues(),
               StatusIs(StatusCode::kInvalidArgument,

@@ -141,7 +141,7 @@ TEST(ModelConfigTest, RefusesAnUnknownModelType) {
                              HasSubstr("deepseek_v2, deepseek_v3"))));
 }
 
-TEST(ModelConfigTest, RefusesALimitedActivation) {
+TEST(ModelConfigTest, Row33RefusesALimitedActivation) {
   const std::string silu = "\"hidden_act\": \"silu\"";
   EXPECT_OK(Changed(silu, silu + ", \"swiglu_limit\": null"));
   EXPECT_THAT(Changed(silu, silu + ", \"swiglu_limit\": 7.0"),
@@ -149,7 +149,7 @@ TEST(ModelConfigTest, RefusesALimitedActivation) {
                        HasSubstr("\"swiglu_limit\" is 7")));
 }
 
-TEST(ModelConfigTest, RefusesAnotherActivation) {
+TEST(ModelConfigTest, Row33RefusesAnotherActivation) {
   EXPECT_THAT(Changed("\"silu\"", "\"gelu\""),
               StatusIs(StatusCode::kFailedPrecondition,
                        HasSubstr("\"hidden_act\" is \"gelu\"")));
@@ -161,7 +161,7 @@ TEST(ModelConfigTest, RefusesAnotherQuantisation) {
                        HasSubstr("\"quant_method\" is \"fp8\", only")));
 }
 
-TEST(ModelConfigTest, RefusesAnUnknownCodebook) {
+TEST(ModelConfigTest, Row22RefusesAnUnknownCodebook) {
   EXPECT_THAT(Changed("\"mcg\"", "\"mcg2\""),
               StatusIs(StatusCode::kInvalidArgument,
                        HasSubstr("\"mcg2\", must be one of \"3inst\", \"mcg\", "
@@ -198,7 +198,7 @@ TEST(ModelConfigTest, RefusesAModelWhoseLayersAreAllDense) {
                HasSubstr("no layer with routed experts")));
 }
 
-TEST(ModelConfigTest, RefusesActivationsOfAnotherType) {
+TEST(ModelConfigTest, Row35RefusesActivationsOfAnotherType) {
   EXPECT_THAT(Changed("\"bfloat16\"", "\"float32\""),
               StatusIs(StatusCode::kInvalidArgument,
                        HasSubstr("\"torch_dtype\" is \"float32\"")));

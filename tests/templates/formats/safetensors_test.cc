@@ -273,9 +273,9 @@ TEST(SafetensorsFileTest, RefusesEveryPrefixOfAFile) {
 
 TEST(SafetensorsFileTest, RefusesAFolderAndAMissingFile) {
   const TestFolder folder;
-  EXPECT_THAT(SafetensorsFile::Open(folder.path()),
-              StatusIs(StatusCode::kInvalidArgument,
-                       HasSubstr("not a regular file")));
+  EXPECT_THAT(
+      SafetensorsFile::Open(folder.path()),
+      StatusIs(StatusCode::kInvalidArgument, HasSubstr("not a regular file")));
   EXPECT_THAT(SafetensorsFile::Open(folder.At("none")),
               StatusIs(StatusCode::kNotFound, HasSubstr("none")));
 }

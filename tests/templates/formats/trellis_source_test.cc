@@ -348,7 +348,7 @@ TEST(TrellisSourceTest, RefusesARankThatDoesNotExist) {
               StatusIs(StatusCode::kInvalidArgument, HasSubstr("within 0..2")));
 }
 
-TEST(TrellisSourceTest, RefusesAMarkerOfAnotherValueInAnyExpert) {
+TEST(TrellisSourceTest, Row22RefusesAMarkerOfAnotherValueInAnyExpert) {
   TestTensors tensors = Tensors();
   const std::string name = ExpertKey({}, 0, 2, "down_proj.mcg");
   tensors[name].bytes = std::string(4, '\0');
