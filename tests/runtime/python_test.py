@@ -423,7 +423,10 @@ class RuntimeTest(WithBundle):
                 tensors = self.tensors(2)
                 index = [p.name for p in self.modules.find("moe", 2).params
                          ].index(name)
-                tensors[OUT].data = tensors[index].data_ptr()
+                # Large enough that the two overlap nothing else.
+                memory = kiln.aligned_buffer(1 << 20)
+                tensors[OUT].data = memory.data_ptr()
+                tensors[index].data = memory.data_ptr()
                 arena = kiln.aligned_buffer(1 << 20)
                 with self.assertRaisesRegex(
                         ValueError, "parameter out, which is written, overlaps "
