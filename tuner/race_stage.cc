@@ -249,7 +249,7 @@ absl::StatusOr<RaceStage::Step> RaceStage::BeginRace(size_t index, Lane* lane) {
   lane->entry_of.clear();
   const std::vector<PlannedCandidate>& candidates =
       state_.plans.at(index).candidates;
-  std::vector<bool> rejected(candidates.size(), false);
+  std::vector<size_t> admitted;
   std::set<Digest> needed;
   for (size_t i = 0; i < candidates.size(); ++i) {
     const PlannedCandidate& candidate = candidates[i];
@@ -259,18 +259,17 @@ absl::StatusOr<RaceStage::Step> RaceStage::BeginRace(size_t index, Lane* lane) {
     ASSIGN_OR_RETURN(const std::optional<Reject> known,
                      state_.cache.FindReject(candidate.digest));
     if (known.has_value()) {
-      rejected[i] = true;
       entry.problem = known->reason;
       continue;
     }
+    admitted.push_back(i);
     for (const ProgramKey& key : candidate.programs) needed.insert(key.digest);
   }
   RETURN_IF_ERROR(state_.LoadPrograms(needed));
   RaceJob job;
-  for (size_t i = 0; i < candidates.size(); ++i) {
+  for (const size_t i : admitted) {
     const PlannedCandidate& candidate = candidates[i];
     RaceEntry& entry = lane->entries[i];
-    if (rejected[i]) continue;
     absl::StatusOr<Contender> contender = state_.MakeContender(candidate);
     if (!contender.ok()) {
       entry.problem = std::string(contender.status().message());

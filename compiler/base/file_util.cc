@@ -45,6 +45,22 @@ std::string ParentOf(const std::string& path) {
   return path.substr(0, slash);
 }
 
+// Reads until `contents` is full or the file ends, which cuts it: a file may
+// shrink while it is read. False, with errno, after an error.
+bool Fill(int fd, std::string* contents) {
+  size_t have = 0;
+  while (have < contents->size()) {
+    const ssize_t got =
+        read(fd, contents->data() + have, contents->size() - have);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return false;
+    if (got == 0) break;
+    have += static_cast<size_t>(got);
+  }
+  contents->resize(have);
+  return true;
+}
+
 absl::Status WriteAll(int fd, absl::string_view contents,
                       const std::string& path) {
   while (!contents.empty()) {
@@ -114,18 +130,9 @@ absl::StatusOr<std::string> ReadFile(const std::string& path,
         path, " has ", size, " bytes, at most ", bytes_max, " are accepted"));
   }
   std::string contents(size, '\0');
-  size_t have = 0;
-  while (have < contents.size()) {
-    const ssize_t got =
-        read(fd.get(), contents.data() + have, contents.size() - have);
-    if (got < 0) {
-      if (errno == EINTR) continue;
-      return ErrnoStatus(errno, "cannot read", path);
-    }
-    if (got == 0) break;  // shrank while it was read
-    have += static_cast<size_t>(got);
+  if (!Fill(fd.get(), &contents)) {
+    return ErrnoStatus(errno, "cannot read", path);
   }
-  contents.resize(have);
   return contents;
 }
 
@@ -133,16 +140,7 @@ std::string ReadSystemFile(const std::string& path) {
   const FileDescriptor fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (fd.get() < 0) return "";
   std::string contents(8192, '\0');
-  size_t have = 0;
-  while (have < contents.size()) {
-    const ssize_t got =
-        read(fd.get(), contents.data() + have, contents.size() - have);
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) return "";
-    if (got == 0) break;
-    have += static_cast<size_t>(got);
-  }
-  contents.resize(have);
+  if (!Fill(fd.get(), &contents)) return "";
   return contents;
 }
 

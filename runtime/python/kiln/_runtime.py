@@ -449,7 +449,9 @@ class Entry:
 
     def param_bytes(self, index: int, m: int) -> Optional[int]:
         """Bytes of a parameter for `m` tokens, or None if unknown."""
-        shape = self.shape(index, m)
+        return self._bytes_of(index, self.shape(index, m))
+
+    def _bytes_of(self, index: int, shape) -> Optional[int]:
         item = _ITEM_BYTES.get(self.params[index].dtype)
         if shape is None or item is None:
             return None
@@ -472,14 +474,14 @@ class Entry:
                                self._handle, 0, None, 0, None, 0, None)
             return
         buffers = [buffer_of(p) for p in params]
-        for index, buffer in enumerate(buffers[:len(self.params)]):
-            self._check(index, m, buffer)
+        extents = [self._check(index, m, buffer) for index, buffer
+                   in enumerate(buffers[:len(self.params)])]
         block = (ctypes.c_uint64 * max(len(buffers), 1))(
             *[b.address for b in buffers])
         scratch = None if arena is None else buffer_of(arena)
         if scratch is not None:
             self._check_place("arena", scratch.device, scratch.index)
-        self._check_overlap(m, buffers, scratch)
+        self._check_overlap(buffers, extents, scratch)
         if hasattr(stream, "cuda_stream"):
             self._check_place("stream", CUDA, getattr(
                 getattr(stream, "device", None), "index", None))
@@ -502,17 +504,19 @@ class Entry:
             raise TypeError(f"{what} is on {device}:{index}, the modules run "
                             f"on {backend}:{ordinal}")
 
-    def _check(self, index: int, m: int, buffer) -> None:
-        param = self.params[index]
+    def _check(self, index: int, m: int, buffer) -> int:
+        """How many of its bytes a launch may touch, as far as is known."""
+        param, shape = self.params[index], self.shape(index, m)
         self._check_place(f"parameter {param.name}", buffer.device,
                           buffer.index)
         self._check_type(param, buffer)
-        self._check_shape(index, m, buffer)
-        wanted = self.param_bytes(index, m)
+        self._check_shape(param, shape, m, buffer)
+        wanted = self._bytes_of(index, shape)
         if None not in (wanted, buffer.nbytes) and buffer.nbytes < wanted:
             raise ValueError(
                 f"parameter {param.name} has {buffer.nbytes} bytes, "
                 f"{param.dtype} {param.shape} needs {wanted} at m = {m}")
+        return wanted or buffer.nbytes or 0
 
     def _check_type(self, param: Param, buffer) -> None:
         taken = (param.dtype, *_ALSO_TAKEN.get(param.dtype, ()), "u8", None)
@@ -520,8 +524,7 @@ class Entry:
             raise TypeError(f"parameter {param.name} is {buffer.dtype}, must "
                             f"be {param.dtype}")
 
-    def _check_shape(self, index: int, m: int, buffer) -> None:
-        param, wanted = self.params[index], self.shape(index, m)
+    def _check_shape(self, param: Param, wanted, m: int, buffer) -> None:
         item = _ITEM_BYTES.get(param.dtype)
         if (wanted is None or item is None or buffer.shape is None or
                 len(buffer.shape) == 1):
@@ -542,14 +545,13 @@ class Entry:
                 f"must have {list(wanted)} ({param.shape}) at m = {m}, or one "
                 "dimension")
 
-    def _check_overlap(self, m: int, buffers, scratch) -> None:
+    def _check_overlap(self, buffers, extents, scratch) -> None:
         """Outputs and scratch are written while the rest is read."""
-        places = []  # name, first byte, byte behind, written
-        for index, buffer in enumerate(buffers[:len(self.params)]):
-            nbytes = self.param_bytes(index, m) or buffer.nbytes or 0
-            places.append((f"parameter {self.params[index].name}",
-                           buffer.address, buffer.address + nbytes,
-                           self.params[index].output))
+        # Name, first byte, byte behind, whether it is written.
+        places = [(f"parameter {param.name}", buffer.address,
+                   buffer.address + extent, param.output)
+                  for param, buffer, extent
+                  in zip(self.params, buffers, extents)]
         if scratch is not None:
             places.append(("arena", scratch.address,
                            scratch.address + self.arena_bytes, True))
