@@ -3,7 +3,7 @@
 once each, by Kiln from a bundle, by CuPy and by Triton from their warm disk
 caches. Fresh processes in turn, the same context and buffers in each.
 
-    warm_cache.py LIBRARY BUNDLE [--kernels N] [--rounds R]
+    warm_cache.py LIBRARY BUNDLE [--kernels N] [--rounds R] [--json FILE]
 
 LIBRARY is libkiln_runtime.so; BUNDLE comes from scale_bundle. Systems that are
 not importable are left out and named. Prints medians and their ratio to Kiln's.
@@ -173,8 +173,7 @@ def main():
     parser.add_argument("bundle")
     parser.add_argument("--kernels", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="write the medians here")
-    parser.add_argument("--json", help="write the results here, too")
+    parser.add_argument("--json", metavar="FILE", help="write the medians here, too")
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -185,18 +184,17 @@ def main():
         environment = dict(os.environ, CUPY_CACHE_DIR=f"{cache}/cupy",
                            TRITON_CACHE_DIR=f"{cache}/triton",
                            CUDA_CACHE_PATH=f"{cache}/driver")
-        systems, missing_systems = [], {}
+        systems, versions, not_measured = [], {}, {}
         for system, modules in NEEDS.items():
             missing = [m for m in modules
                        if importlib.util.find_spec(m) is None]
             if missing:
-                missing_systems[system] = f"{missing[0]} is not installed"
-                print(f"{system}: not measured, {missing_systems[system]}")
+                not_measured[system] = f"{missing[0]} is not installed"
+                print(f"{system}: not measured, {not_measured[system]}")
                 continue
             try:
                 cold = start(arguments, system, environment)
             except RuntimeError as error:
-                missing_systems[system] = str(error)
                 not_measured[system] = str(error)
                 print(f"{system}: not measured, {error}")
                 continue

@@ -12,6 +12,7 @@ import json
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -20,10 +21,17 @@ import unittest.mock
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = pathlib.Path(sys.argv.pop(1)).resolve()
 
-spec = importlib.util.spec_from_file_location(
-    "runtime_receipt", ROOT / "tools" / "runtime_receipt.py")
-runtime_receipt = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runtime_receipt)
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+runtime_receipt = load(ROOT / "tools" / "runtime_receipt.py")
+warm_cache = load(ROOT / "tests" / "bench" / "warm_cache.py")
 
 # The n-th run of the timings has n times these.
 VALUES = {"load_ms": 3, "load_raw_ms": 2.5, "load_over_raw": 0.4, "open_ms": 1,
@@ -182,6 +190,54 @@ class RuntimeReceiptTest(unittest.TestCase):
                       warm={"systems": {},
                             "not_measured": {"kiln": "no such library"}})
         self.assertFalse(self.output.exists())
+
+    def test_warm_cache_names_what_it_could_not_measure(self):
+        report = self.folder / "warm.json"
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "tests" / "bench" / "warm_cache.py"),
+             str(self.folder / "no-library.so"), "no.kiln", "--kernels", "1",
+             "--rounds", "1", "--json", str(report)],
+            capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        found = json.loads(report.read_text())
+        self.assertNotIn("kiln", found["systems"])
+        self.assertRegex(found["not_measured"]["kiln"],
+                         "libcuda|cuInit|no-library")
+        self.assertEqual(set(found["systems"]) | set(found["not_measured"]),
+                         {"kiln", "cupy", "triton"})
+
+    def test_warm_cache_reports_medians_and_ratios(self):
+        report = self.folder / "warm.json"
+        turns = {"kiln": [30, 10, 20], "cupy": [90, 40, 20]}
+
+        def start(_, system, __):
+            if system not in turns:
+                raise RuntimeError("no such thing")
+            # The first call fills the caches.
+            ms = 1000 if system not in started else turns[system].pop()
+            started.add(system)
+            return {"phases": {"interpreter": 5, "load": ms},
+                    "versions": {system: "1"}}
+
+        started = set()
+        with unittest.mock.patch.object(warm_cache, "start", start), \
+                unittest.mock.patch.object(
+                    warm_cache, "NEEDS", {"kiln": (), "cupy": (),
+                                          "triton": ()}), \
+                unittest.mock.patch.object(sys, "argv", [
+                    "warm_cache.py", "library", "bundle", "--kernels", "4",
+                    "--rounds", "3", "--json", str(report)]), \
+                contextlib.redirect_stdout(io.StringIO()):
+            warm_cache.main()
+        self.assertEqual(json.loads(report.read_text()), {
+            "kernels": 4, "rounds": 3,
+            "not_measured": {"triton": "no such thing"},
+            "systems": {
+                "kiln": {"process_ms": 25, "loaded_ms": 20,
+                         "versions": {"kiln": "1"}},
+                "cupy": {"process_ms": 45, "loaded_ms": 40,
+                         "versions": {"cupy": "1"}, "process_over_kiln": 1.8,
+                         "loaded_over_kiln": 2}}})
 
     def test_the_gpu_test_records_what_is_wanted(self):
         text = (ROOT / "tests" / "runtime" / "runtime_gpu_test.cc").read_text()
