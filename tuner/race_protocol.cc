@@ -218,6 +218,7 @@ absl::StatusOr<std::string> EncodeRaceJob(const RaceJob& job) {
       .F64(job.options.schedule.error)
       .U32(job.options.schedule.blocks_min)
       .U32(job.options.schedule.blocks_max)
+      .U32(job.options.schedule.blocks_unsettled_max)
       .U32(job.options.schedule.batch_blocks)
       .U32(static_cast<uint32_t>(job.options.schedule.batch_max))
       .U32(job.options.warm_l2 ? kPresent : kAbsent)
@@ -253,9 +254,11 @@ absl::StatusOr<RaceJob> DecodeRaceJob(
   schedule.error = in.F64();
   schedule.blocks_min = in.U32();
   schedule.blocks_max = in.U32();
+  schedule.blocks_unsettled_max = in.U32();
   schedule.batch_blocks = in.U32();
   schedule.batch_max = in.U32();
   if (!(schedule.error > 0 && schedule.error < 1) || schedule.blocks_max < 1 ||
+      schedule.blocks_unsettled_max < schedule.blocks_max ||
       schedule.batch_max < 2) {
     in.Fail("its schedule cannot be kept");
   }

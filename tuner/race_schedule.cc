@@ -22,7 +22,8 @@ RaceSchedule::RaceSchedule(size_t lanes, std::vector<size_t> contenders,
       dropped_(lanes),
       blocks_of_(lanes),
       log_ratios_(lanes) {
-  KILN_CHECK(options_.batch_max >= 2 && options_.blocks_max >= 1);
+  KILN_CHECK(options_.batch_max >= 2 && options_.blocks_max >= 1 &&
+             options_.blocks_unsettled_max >= options_.blocks_max);
   for (size_t slot = 0; slot < slots_; ++slot) {
     slot_of_.at(waiting_[slot]) = slot;
   }
@@ -44,8 +45,10 @@ void RaceSchedule::NextBatch() {
 
 std::vector<size_t> RaceSchedule::NextBlock() {
   if (waiting_.empty()) {
-    if (batch_blocks_ >= options_.blocks_max) return {};
-    if (HasEnough() && IsDecided()) return {};
+    if (batch_blocks_ >= options_.blocks_unsettled_max) return {};
+    const bool over = batch_blocks_ >= options_.blocks_max ||
+                      (HasEnough() && IsDecided());
+    if (over && IsSettled()) return {};
   }
   std::vector<size_t> order = active_;
   order.push_back(twin());
@@ -119,7 +122,7 @@ void RaceSchedule::Restore(
     (in ? active_ : untimed).push_back(contender);
   }
   waiting_ = std::move(untimed);
-  batch_blocks_ = options_.blocks_max;
+  batch_blocks_ = options_.blocks_unsettled_max;
   for (const size_t contender : active_) {
     batch_blocks_ = std::min(batch_blocks_, blocks_of_[contender]);
   }
@@ -160,18 +163,36 @@ bool RaceSchedule::IsDecided() const {
          eliminator_.IsSlowerThan(slot_of_[reference_], slot_of_[rival]);
 }
 
-size_t RaceSchedule::Fastest() const {
-  const auto median = [&](size_t contender) {
-    std::vector<double> values = log_ratios_[contender];
-    if (values.empty()) return std::numeric_limits<double>::infinity();
-    const auto middle =
-        values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-    std::nth_element(values.begin(), middle, values.end());
-    return *middle;
+// No time that may still decide lies within two noise floors of a margin.
+bool RaceSchedule::IsSettled() const {
+  const double noise = noise_floor();
+  const auto is_near = [noise](double log_ratio, double margin) {
+    return std::abs(log_ratio - std::log1p(margin)) < 2 * noise;
   };
-  return *std::min_element(
-      active_.begin(), active_.end(),
-      [&](size_t a, size_t b) { return median(a) < median(b); });
+  const double best = MedianLogRatio(Fastest());
+  if (is_near(-best, DefaultMargin(noise))) return false;
+  return std::none_of(active_.begin(), active_.end(), [&](size_t contender) {
+    return contender != reference_ &&
+           !eliminator_.IsSlower(slot_of_[contender]) &&
+           (is_near(MedianLogRatio(contender) - best, SelectionMargin(noise)) ||
+            is_near(-MedianLogRatio(contender), DefaultMargin(noise)));
+  });
+}
+
+double RaceSchedule::MedianLogRatio(size_t contender) const {
+  std::vector<double> values = log_ratios_[contender];
+  if (values.empty()) return std::numeric_limits<double>::infinity();
+  const auto middle =
+      values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+size_t RaceSchedule::Fastest() const {
+  return *std::min_element(active_.begin(), active_.end(),
+                           [&](size_t a, size_t b) {
+                             return MedianLogRatio(a) < MedianLogRatio(b);
+                           });
 }
 
 }  // namespace kiln

@@ -23,9 +23,12 @@ namespace kiln {
 
 struct ScheduleOptions {
   double error = kEliminationError;
-  // Blocks of the last batch: never fewer, unless the caller stops; never more.
+  // Blocks of the last batch: never fewer, unless the caller stops; not more,
+  // unless a time lies so close to a margin of selection that noise could
+  // change the winner.
   uint32_t blocks_min = 5;
   uint32_t blocks_max = 40;
+  uint32_t blocks_unsettled_max = 160;  // then; at least blocks_max
   uint32_t batch_blocks = 8;  // of each batch before it
   size_t batch_max = 32;      // contenders in a batch, unless more are still in
 };
@@ -79,6 +82,8 @@ class RaceSchedule {
  private:
   bool IsKept(size_t contender) const;
   bool IsDecided() const;
+  bool IsSettled() const;
+  double MedianLogRatio(size_t contender) const;
   size_t Fastest() const;
   void NextBatch();
   void AddEvidence(const std::vector<double>& ns);

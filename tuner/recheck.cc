@@ -113,6 +113,7 @@ absl::StatusOr<RecheckReport> Recheck(const Manifest& manifest,
     // A measurement, not a search: it does not end early.
     race.schedule.blocks_min = kBlocks;
     race.schedule.blocks_max = kBlocks;
+    race.schedule.blocks_unsettled_max = kBlocks;
     ASSIGN_OR_RETURN(const RaceResult result,
                      Race(bench.get(), interval.interval, contenders, race));
     for (size_t c = 0; c < contenders.size(); ++c) {

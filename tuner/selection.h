@@ -28,14 +28,20 @@ struct SelectionInput {
 // Least advantage over the default that counts, as a fraction.
 inline constexpr double kSelectionMarginMin = 0.01;
 
-// max(1 %, 3 x noise floor).
+// max(1 %, 3 x noise floor): what counts as equally fast.
 double SelectionMargin(double noise_floor);
 
+// max(1 % + 2 x noise floor, 3 x noise floor): what a challenger has to beat
+// the default by. An advantage of 1 % that two equal candidates might also show
+// is none; without this, races of a challenger that is just 1 % faster would
+// come out one way or the other.
+double DefaultMargin(double noise_floor);
+
 // The winner's index, or nullopt when nothing is eligible. inputs[0] is the
-// default: it wins unless the fastest beats it by more than the margin. Among
-// those that beat it and lie within the margin of the fastest, the order is
-// numerics class (that of the default first, then by name), smaller arena,
-// fewer registers, lower key.
+// default: it wins unless the fastest beats it by more than DefaultMargin.
+// Among those that beat it and lie within SelectionMargin of the fastest, the
+// order is numerics class (that of the default first, then by name), smaller
+// arena, fewer registers, lower key.
 std::optional<size_t> SelectWinner(const std::vector<SelectionInput>& inputs,
                                    double noise_floor);
 

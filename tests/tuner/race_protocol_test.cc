@@ -110,6 +110,7 @@ RaceJob SomeJob() {
   job.options.seconds_max = 2.5;
   job.options.schedule.blocks_min = 4;
   job.options.schedule.blocks_max = 9;
+  job.options.schedule.blocks_unsettled_max = 12;
   job.options.oracle_threads = 3;
   for (const int64_t tile : {4, 16}) {
     Assignment assignment = SmallAssignment();
@@ -174,6 +175,8 @@ TEST(RaceProtocolTest, AJobComesBack) {
   EXPECT_EQ(got.options.seconds_max, sent.options.seconds_max);
   EXPECT_EQ(got.options.schedule.blocks_min, sent.options.schedule.blocks_min);
   EXPECT_EQ(got.options.schedule.blocks_max, sent.options.schedule.blocks_max);
+  EXPECT_EQ(got.options.schedule.blocks_unsettled_max,
+            sent.options.schedule.blocks_unsettled_max);
   EXPECT_EQ(got.options.oracle_threads, sent.options.oracle_threads);
   ASSERT_EQ(got.contenders.size(), sent.contenders.size());
   for (size_t i = 0; i < got.contenders.size(); ++i) {

@@ -14,6 +14,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tuner/selection.h"
 
 namespace kiln {
 namespace {
@@ -46,7 +47,15 @@ struct Outcome {
   std::set<size_t> dropped;
   size_t lanes_timed = 0;  // over all blocks, the twin included
   uint32_t blocks = 0;
+  size_t winner = 0;  // as SelectWinner says; all are alike but for their times
 };
+
+double Median(std::vector<double> values) {
+  const auto middle =
+      values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
 
 Outcome Simulate(const std::vector<double>& true_ns, const Device& device,
                  const ScheduleOptions& options, int seed) {
@@ -55,6 +64,7 @@ Outcome Simulate(const std::vector<double>& true_ns, const Device& device,
   std::iota(all.begin(), all.end(), size_t{0});
   RaceSchedule schedule(true_ns.size(), all, options);
   Outcome outcome;
+  std::vector<std::vector<double>> ratios(true_ns.size());
   for (;;) {
     const std::vector<size_t> order = schedule.NextBlock();
     if (order.empty()) break;
@@ -69,11 +79,18 @@ Outcome Simulate(const std::vector<double>& true_ns, const Device& device,
     }
     schedule.Add(ns);
     outcome.lanes_timed += order.size();
+    for (const size_t contender : all) {
+      if (ns[contender] > 0) ratios[contender].push_back(ns[contender] / ns[0]);
+    }
   }
   outcome.blocks = schedule.blocks();
+  std::vector<SelectionInput> inputs(all.size());
   for (const size_t contender : all) {
+    inputs[contender].eligible = !schedule.IsDropped(contender);
+    inputs[contender].median_ns = Median(ratios[contender]);
     if (schedule.IsDropped(contender)) outcome.dropped.insert(contender);
   }
+  outcome.winner = SelectWinner(inputs, schedule.noise_floor()).value();
   return outcome;
 }
 
@@ -152,6 +169,7 @@ TEST(EliminationTest, WhatTheTieRuleMayChooseStays) {
   // Within the margin of one percent: no number of blocks may drop it.
   ScheduleOptions options;
   options.blocks_max = 300;
+  options.blocks_unsettled_max = 300;
   size_t dropped = 0;
   for (int race = 0; race < 40; ++race) {
     dropped +=
@@ -229,6 +247,47 @@ TEST(RaceScheduleTest, EndsWhenTheDefaultIsShownSlowerThanTheOnlyRival) {
   const Outcome outcome = Simulate({1000, 500}, {}, {}, 1);
   EXPECT_THAT(outcome.dropped, IsEmpty()) << "the default never leaves";
   EXPECT_LT(outcome.blocks, ScheduleOptions().blocks_max);
+}
+
+TEST(RaceScheduleTest, GoesOnWhileNoiseCouldChangeTheWinner) {
+  const ScheduleOptions options;
+  const Device device = {.spread = 0.004};
+  uint32_t near_the_tie = 0;
+  uint32_t near_the_default = 0;
+  for (int race = 0; race < 20; ++race) {
+    // Equally fast, or clearly not: as many blocks as ever.
+    EXPECT_EQ(Simulate({1000, 1000, 1002}, device, options, race).blocks,
+              options.blocks_max);
+    near_the_tie =
+        std::max(near_the_tie,
+                 Simulate({1500, 1000, 1010}, device, options, race).blocks);
+    near_the_default =
+        std::max(near_the_default,
+                 Simulate({1011.5, 1000}, device, options, race).blocks);
+  }
+  EXPECT_GT(near_the_tie, options.blocks_max);
+  EXPECT_GT(near_the_default, options.blocks_max);
+  EXPECT_LE(near_the_tie, options.blocks_unsettled_max);
+  EXPECT_LE(near_the_default, options.blocks_unsettled_max);
+}
+
+// Independent races of equal devices come to equal winners, also where the
+// advantage over the default is exactly what counts.
+TEST(RaceScheduleTest, WinnersRepeatAtTheMarginOfTheDefault) {
+  constexpr int kRaces = 200;
+  for (const double spread : {0.001, 0.004}) {
+    int default_wins = 0;
+    int challenger_wins = 0;
+    for (int race = 0; race < kRaces; ++race) {
+      const Device device = {.spread = spread};
+      default_wins +=
+          Simulate({1010, 1000}, device, {}, 40000 + race).winner == 0;
+      challenger_wins +=
+          Simulate({1020, 1000}, device, {}, 50000 + race).winner == 1;
+    }
+    EXPECT_GE(default_wins, 0.96 * kRaces) << spread;
+    EXPECT_GE(challenger_wins, 0.99 * kRaces) << spread;
+  }
 }
 
 // 60 contenders in batches: the reference and the champions are in every block

@@ -98,6 +98,7 @@ class RacerTest : public ::testing::Test {
     options_.seconds_max = 0;  // blocks_min decides
     options_.schedule.blocks_min = 5;
     options_.schedule.blocks_max = 5;
+    options_.schedule.blocks_unsettled_max = 5;
     options_.about_to_run = [this](size_t contender) {
       started_.push_back(contender);
     };
@@ -188,6 +189,7 @@ TEST_F(RacerTest, WhenAllAreRejectedNothingIsTimed) {
 
 TEST_F(RacerTest, ASlowContenderIsEliminatedEarlyAndKeepsItsSamples) {
   options_.schedule.blocks_max = 40;
+  options_.schedule.blocks_unsettled_max = 40;
   options_.seconds_max = 100;
   const std::vector<Contender> contenders = {Make(kRight), Make(kSlow)};
   ASSERT_OK_AND_ASSIGN(const RaceResult result,
@@ -274,6 +276,7 @@ TEST_F(RacerTest, AWriteToTheInputsIsBlamedOnWhoDidIt) {
 TEST_F(RacerTest, StopsAtTheTimeLimitOnceTheFewestBlocksAreDone) {
   options_.schedule.blocks_min = 2;
   options_.schedule.blocks_max = 1000000;
+  options_.schedule.blocks_unsettled_max = 1000000;
   options_.seconds_max = 0.05;
   ASSERT_OK_AND_ASSIGN(const RaceResult result,
                        Race(bench_.get(), kInterval, {Make(kRight)}, options_));

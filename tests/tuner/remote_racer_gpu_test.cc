@@ -103,6 +103,7 @@ class RemoteRacerGpuTest : public ::testing::Test {
     job.options.seconds_max = 100;
     job.options.schedule.blocks_min = 9;
     job.options.schedule.blocks_max = 9;
+    job.options.schedule.blocks_unsettled_max = 9;
     job.options.oracle_threads = 4;
     return job;
   }

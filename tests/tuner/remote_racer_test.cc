@@ -127,6 +127,7 @@ class RemoteRacerTest : public ::testing::Test {
     job.options.seconds_max = 100;
     job.options.schedule.blocks_min = 9;
     job.options.schedule.blocks_max = 9;
+    job.options.schedule.blocks_unsettled_max = 9;
     return job;
   }
 

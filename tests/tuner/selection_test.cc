@@ -51,6 +51,12 @@ TEST(SelectionMarginTest, IsOnePercentUntilTheNoiseIsLarger) {
   EXPECT_DOUBLE_EQ(SelectionMargin(0.02), 0.06);
 }
 
+TEST(SelectionMarginTest, TheDefaultIsBeatenByOnePercentBeyondTheNoise) {
+  EXPECT_DOUBLE_EQ(DefaultMargin(0), 0.01);
+  EXPECT_DOUBLE_EQ(DefaultMargin(0.003), 0.016);
+  EXPECT_DOUBLE_EQ(DefaultMargin(0.02), 0.06);
+}
+
 TEST(SelectionTest, NothingWinsWhenNothingIsEligible) {
   EXPECT_EQ(SelectWinner({}, 0), std::nullopt);
   EXPECT_EQ(SelectWinner({Ineligible(10, "a"), Ineligible(1, "b")}, 0),
@@ -70,6 +76,11 @@ TEST(SelectionTest, TheDefaultKeepsTheWinWithinTheMargin) {
   // Faster, but by less than one percent.
   EXPECT_THAT(SelectWinner({Input(1009.9, "a"), Input(1000, "b")}, 0),
               Optional(Eq(0u)));
+  // By more, but two equal candidates may differ by 0.2 % here.
+  EXPECT_THAT(SelectWinner({Input(1013.9, "a"), Input(1000, "b")}, 0.002),
+              Optional(Eq(0u)));
+  EXPECT_THAT(SelectWinner({Input(1014.1, "a"), Input(1000, "b")}, 0.002),
+              Optional(Eq(1u)));
 }
 
 TEST(SelectionTest, AChallengerWinsBeyondTheMargin) {
@@ -214,7 +225,7 @@ TEST(SelectionTest, TheWinnerIsEligibleAndNeverClearlySlowerThanTheBest) {
     ASSERT_EQ(winner.has_value(), std::isfinite(best));
     if (!winner.has_value()) continue;
     ASSERT_TRUE(inputs[*winner].eligible);
-    ASSERT_LE(inputs[*winner].median_ns, best * (1 + SelectionMargin(noise)));
+    ASSERT_LE(inputs[*winner].median_ns, best * (1 + DefaultMargin(noise)));
   }
 }
 
