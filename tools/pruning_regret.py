@@ -4,7 +4,7 @@
     tools/pruning_regret.py build/release/kiln MODEL.json --target cpu
 
 Measures the device's ceilings, then tunes twice: with the default choice of
-candidates, and with all (--exhaustive). The regret of an interval is the time
+candidates, and with all, or with N per template (--against N). The regret of an interval is the time
 of the pruned winner over that of the exhaustive one, both as the exhaustive
 race measured them, less 1. Prints a line per interval, the median regret and
 the share of the exhaustive race's time. Other options go to kiln prewarm.
@@ -31,22 +31,26 @@ def main():
     parser.add_argument("manifest")
     parser.add_argument("--target", default="cpu")
     parser.add_argument("--cache", help="folder (default: a temporary one)")
+    parser.add_argument("--against", type=int, metavar="N",
+                        help="race N candidates per template instead of all")
     parser.add_argument("--json", action="store_true")
     arguments, options = parser.parse_known_args()
     cache = arguments.cache or tempfile.mkdtemp(prefix="kiln-regret-")
     base = [arguments.kiln, "--cache", cache, "--json"]
     planning = [arguments.manifest, "--target", arguments.target, *options]
+    many = (["--exhaustive"] if arguments.against is None
+            else ["--max-candidates", str(arguments.against)])
 
     run([*base, "doctor", "--measure", "--target", arguments.target])
     pruned = run([*base, "prewarm", *planning])
-    everything = run([*base, "prewarm", *planning, "--exhaustive"])
+    everything = run([*base, "prewarm", *planning, *many])
     whole = {(tuple(plan["requests"]), plan["m_max"]): plan
              for plan in everything["plans"]}
     rows = []
     for plan in pruned["plans"]:
         name = plan["requests"][0]
         explained = run([
-            *base, "explain", *planning, "--exhaustive", "--entry", name,
+            *base, "explain", *planning, *many, "--entry", name,
             "--tokens", str(plan["m_max"])])
         times = {row["label"]: row["median_ns"]
                  for row in explained["intervals"][0]["candidates"]

@@ -6,8 +6,9 @@
 Programs are compiled once; every tune races in a cache of its own that holds
 nothing else. For each interval the winner that most tunes agree on counts as
 the right one. Prints one line per interval where tunes disagree and the share
-of winners that agree; --json prints the same as one object. Exit code 1 when
-the share is below --at-least.
+of winners that agree; --json prints the same as one object. --recheck measures
+each winner against the default again, on inputs that no race has seen. Exit
+code 1 when the share is below --at-least, or a winner is slower.
 """
 
 import argparse
@@ -20,13 +21,11 @@ import sys
 import tempfile
 
 
-def prewarm(kiln, cache, arguments, stop_after=None):
+def prewarm(kiln, cache, arguments, accepted=(0,)):
     """Runs kiln prewarm and returns its object."""
     command = [kiln, "--cache", cache, "--json", "prewarm", *arguments]
-    if stop_after:
-        command += ["--stop-after", stop_after]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
-    if done.returncode != 0:
+    if done.returncode not in accepted:
         raise SystemExit(f"{' '.join(command)}: exit {done.returncode}")
     return json.loads(done.stdout.decode().splitlines()[-1])
 
@@ -39,6 +38,7 @@ def main():
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--at-least", type=float, default=0.99,
                         help="share of equal winners (default 0.99)")
+    parser.add_argument("--recheck", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--keep", help="folder for the caches (default: none)")
     arguments, options = parser.parse_known_args()
@@ -46,8 +46,9 @@ def main():
 
     folder = arguments.keep or tempfile.mkdtemp(prefix="kiln-repeat-")
     compiled = os.path.join(folder, "compiled")
-    prewarm(arguments.kiln, compiled, planning, stop_after="compile")
+    prewarm(arguments.kiln, compiled, [*planning, "--stop-after", "compile"])
     winners = collections.defaultdict(list)
+    measured = slower = 0
     seconds = []
     for run in range(arguments.runs):
         cache = os.path.join(folder, f"run-{run + 1}")
@@ -57,7 +58,14 @@ def main():
         for plan in report["plans"]:
             key = (plan["target"], ",".join(plan["requests"]), plan["m_max"])
             winners[key].append(plan["winner"])
-        print(f"tune {run + 1}/{arguments.runs}: {seconds[-1]:.1f} s",
+        if arguments.recheck:
+            # Exit code 1 says that a winner is slower.
+            again = prewarm(arguments.kiln, cache, [*planning, "--recheck"],
+                            accepted=(0, 1))["recheck"]
+            measured += again["measured"]
+            slower += again["slower"]
+        print(f"tune {run + 1}/{arguments.runs}: {seconds[-1]:.1f} s, so far "
+              f"{slower} of {measured} rechecked winners slower",
               file=sys.stderr)
     if not arguments.keep:
         shutil.rmtree(folder)
@@ -79,7 +87,8 @@ def main():
         print(json.dumps({"runs": arguments.runs, "intervals": len(winners),
                           "unanimous": unanimous, "winners": total,
                           "agree": agree, "share": share,
-                          "race_seconds": seconds, "disputed": disputed}))
+                          "race_seconds": seconds, "disputed": disputed,
+                          "rechecked": measured, "slower": slower}))
     else:
         for row in disputed:
             print(f"{row['requests']} m<={row['m_max']} on {row['target']}:")
@@ -88,7 +97,10 @@ def main():
         print(f"{arguments.runs} tunes, {len(winners)} intervals: {agree} of "
               f"{total} winners agree ({100 * share:.1f} %), {unanimous} "
               f"intervals unanimous")
-    sys.exit(0 if share >= arguments.at_least else 1)
+        if arguments.recheck:
+            print(f"{measured} winners other than the default measured again, "
+                  f"{slower} slower than the default")
+    sys.exit(0 if share >= arguments.at_least and slower == 0 else 1)
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ bool RaceSchedule::IsDecided() const {
 
 // No time that may still decide lies within two noise floors of a margin.
 bool RaceSchedule::IsSettled() const {
-  const double noise = noise_floor();
+  const double noise = std::max(noise_floor(), kRaceToRaceNoise);
   const auto is_near = [noise](double log_ratio, double margin) {
     return std::abs(log_ratio - std::log1p(margin)) < 2 * noise;
   };

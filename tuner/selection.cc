@@ -11,7 +11,8 @@ double SelectionMargin(double noise_floor) {
 }
 
 double DefaultMargin(double noise_floor) {
-  return std::max(kSelectionMarginMin + 2 * noise_floor, 3 * noise_floor);
+  const double noise = std::max(noise_floor, kRaceToRaceNoise);
+  return std::max(kSelectionMarginMin + 2 * noise, 3 * noise);
 }
 
 std::optional<size_t> SelectWinner(const std::vector<SelectionInput>& inputs,

@@ -52,7 +52,8 @@ TEST(SelectionMarginTest, IsOnePercentUntilTheNoiseIsLarger) {
 }
 
 TEST(SelectionMarginTest, TheDefaultIsBeatenByOnePercentBeyondTheNoise) {
-  EXPECT_DOUBLE_EQ(DefaultMargin(0), 0.01);
+  EXPECT_DOUBLE_EQ(DefaultMargin(0), 0.011);
+  EXPECT_DOUBLE_EQ(DefaultMargin(0.0004), 0.011);
   EXPECT_DOUBLE_EQ(DefaultMargin(0.003), 0.016);
   EXPECT_DOUBLE_EQ(DefaultMargin(0.02), 0.06);
 }
@@ -73,8 +74,8 @@ TEST(SelectionTest, TheOnlyEligibleOneWinsHoweverSlow) {
 TEST(SelectionTest, TheDefaultKeepsTheWinWithinTheMargin) {
   EXPECT_THAT(SelectWinner({Input(1000, "a"), Input(1000, "b")}, 0),
               Optional(Eq(0u)));
-  // Faster, but by less than one percent.
-  EXPECT_THAT(SelectWinner({Input(1009.9, "a"), Input(1000, "b")}, 0),
+  // Faster, but by too little.
+  EXPECT_THAT(SelectWinner({Input(1010.9, "a"), Input(1000, "b")}, 0),
               Optional(Eq(0u)));
   // By more, but two equal candidates may differ by 0.2 % here.
   EXPECT_THAT(SelectWinner({Input(1013.9, "a"), Input(1000, "b")}, 0.002),
@@ -84,7 +85,7 @@ TEST(SelectionTest, TheDefaultKeepsTheWinWithinTheMargin) {
 }
 
 TEST(SelectionTest, AChallengerWinsBeyondTheMargin) {
-  EXPECT_THAT(SelectWinner({Input(1010.1, "a"), Input(1000, "b")}, 0),
+  EXPECT_THAT(SelectWinner({Input(1011.1, "a"), Input(1000, "b")}, 0),
               Optional(Eq(1u)));
   EXPECT_THAT(SelectWinner({Input(5000, "a"), Input(1000, "b")}, 0),
               Optional(Eq(1u)));
