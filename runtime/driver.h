@@ -54,11 +54,13 @@ inline constexpr int kFunctionMaxDynamicSharedBytes = 8;
 struct LaunchAttribute {
   int id;
   int pad;
+
   union {
     int flag;
     char bytes[64];
   };
 };
+
 struct LaunchConfig {
   unsigned grid[3];
   unsigned block[3];
@@ -67,6 +69,7 @@ struct LaunchConfig {
   LaunchAttribute* attributes;
   unsigned attribute_count;
 };
+
 static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56,
               "as cuda.h has them");
 

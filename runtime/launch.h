@@ -12,14 +12,21 @@
 
 namespace kiln::runtime {
 
+inline bool SameWord(const char* a, const char* b) {
+  uint64_t x;
+  uint64_t y;
+  memcpy(&x, a, 8);
+  memcpy(&y, b, 8);
+  return x == y;
+}
+
 // memcmp without a call: names are short.
 inline bool SameBytes(const char* a, const char* b, size_t bytes) {
-  for (; bytes >= 8; a += 8, b += 8, bytes -= 8) {
-    uint64_t x;
-    uint64_t y;
-    memcpy(&x, a, 8);
-    memcpy(&y, b, 8);
-    if (x != y) return false;
+  if (bytes >= 8) {
+    for (size_t at = 0; at + 8 < bytes; at += 8) {
+      if (!SameWord(a + at, b + at)) return false;
+    }
+    return SameWord(a + bytes - 8, b + bytes - 8);
   }
   for (; bytes > 0; ++a, ++b, --bytes) {
     if (*a != *b) return false;

@@ -305,6 +305,17 @@ kiln_status_t ContextScope::Leave(kiln_error_t* error) {
                        nullptr, error);
 }
 
+NamePiece ReadNamePieceByBytes(const char* name) {
+  NamePiece piece;
+  for (; piece.bytes < 16; ++piece.bytes) {
+    const auto c = static_cast<uint8_t>(name[piece.bytes]);
+    if (c == 0) break;
+    uint64_t& word = piece.bytes < 8 ? piece.low : piece.high;
+    word |= uint64_t{c} << (8 * (piece.bytes % 8));
+  }
+  return piece;
+}
+
 kiln_status_t LoadModules(Bundle* bundle, const LoadOptions& options,
                           Modules** out, kiln_error_t* error) {
   Modules* modules = nullptr;

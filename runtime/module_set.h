@@ -13,6 +13,20 @@
 #include "runtime/driver.h"
 #include "runtime/kiln.h"
 
+// Where a name may be read past its end within its page. AddressSanitizer would
+// report it.
+#if defined(__SANITIZE_ADDRESS__)
+#define KILN_RUNTIME_NO_WHOLE_PIECES
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define KILN_RUNTIME_NO_WHOLE_PIECES
+#endif
+#endif
+#if defined(__SSE2__) && !defined(KILN_RUNTIME_NO_WHOLE_PIECES)
+#define KILN_RUNTIME_WHOLE_PIECES
+#include <emmintrin.h>
+#endif
+
 namespace kiln::runtime {
 
 // What differs between launches in a step's parameter block.
@@ -95,30 +109,61 @@ kiln_status_t LoadModules(Bundle* bundle, const LoadOptions& options,
 // Unloads and frees. Goes on after a driver error and returns the first one.
 kiln_status_t UnloadModules(Modules* modules, kiln_error_t* error);
 
-// Hash of an entry name, and its length: one pass without a call, since a call
-// to strlen costs as much as the rest of finding a plan. Eight bytes at a time
-// are multiplied to 128 bits and folded, so that every bit of them reaches
-// every bit of the hash and the low ones may choose a bucket.
+// Up to 16 bytes of a name, padded with zeros. Fewer than 16 end the name.
+struct NamePiece {
+  uint64_t low = 0;
+  uint64_t high = 0;
+  size_t bytes = 0;
+};
+
+// Reads nothing behind the name.
+NamePiece ReadNamePieceByBytes(const char* name);
+
+// Reads no page that the name does not touch: a piece near the end of a page is
+// read byte by byte. All others are read whole, as strlen does, which is most
+// of what makes finding a plan fast.
+inline NamePiece ReadNamePiece(const char* name) {
+#ifdef KILN_RUNTIME_WHOLE_PIECES
+  constexpr uintptr_t kPage = 4096;
+  if (reinterpret_cast<uintptr_t>(name) % kPage <= kPage - 16) {
+    // The last 16 - n bytes of a piece of n are masked away.
+    alignas(16) static constexpr uint8_t kMask[32] = {
+        255, 255, 255, 255, 255, 255, 255, 255,
+        255, 255, 255, 255, 255, 255, 255, 255};
+    NamePiece piece;
+    __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(name));
+    const int zeros =
+        _mm_movemask_epi8(_mm_cmpeq_epi8(bytes, _mm_setzero_si128()));
+    piece.bytes = static_cast<size_t>(__builtin_ctz(zeros | 0x10000));
+    bytes = _mm_and_si128(
+        bytes, _mm_loadu_si128(
+                   reinterpret_cast<const __m128i*>(kMask + 16 - piece.bytes)));
+    piece.low = static_cast<uint64_t>(_mm_cvtsi128_si64(bytes));
+    piece.high = static_cast<uint64_t>(
+        _mm_cvtsi128_si64(_mm_unpackhi_epi64(bytes, bytes)));
+    return piece;
+  }
+#endif
+  return ReadNamePieceByBytes(name);
+}
+
+// Hash of an entry name, and its length. The words of a piece are multiplied to
+// 128 bits and folded, so that every bit of them reaches every bit of the hash
+// and the low ones may choose a bucket.
 inline uint64_t HashName(const char* name, size_t* bytes) {
   __extension__ typedef unsigned __int128 Wide;
   uint64_t hash = 0xD1B54A32D192ED03u;
-  size_t at = 0;
-  uint64_t taken = 8;
-  while (taken == 8) {
-    uint64_t word = 0;
-#pragma GCC unroll 8
-    for (taken = 0; taken < 8; ++taken) {
-      const auto c = static_cast<uint8_t>(name[at + taken]);
-      if (c == 0) break;
-      word |= uint64_t{c} << (8 * taken);
-    }
-    at += taken;
-    const Wide product = Wide{hash ^ word} * (0x9E3779B97F4A7C15u + taken);
+  for (size_t at = 0;;) {
+    const NamePiece piece = ReadNamePiece(name + at);
+    const Wide product = Wide{hash ^ piece.low} *
+                         (piece.high ^ (0x9E3779B97F4A7C15u + piece.bytes));
     hash =
         static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+    at += piece.bytes;
+    if (piece.bytes == 16) continue;
+    *bytes = at;
+    return hash;
   }
-  *bytes = at;
-  return hash;
 }
 
 // Makes `context` current, if it is not, from Enter to Leave. CUDA only.

@@ -46,8 +46,8 @@ void RaceSchedule::NextBatch() {
 std::vector<size_t> RaceSchedule::NextBlock() {
   if (waiting_.empty()) {
     if (batch_blocks_ >= options_.blocks_unsettled_max) return {};
-    const bool over = batch_blocks_ >= options_.blocks_max ||
-                      (HasEnough() && IsDecided());
+    const bool over =
+        batch_blocks_ >= options_.blocks_max || (HasEnough() && IsDecided());
     if (over && IsSettled()) return {};
   }
   std::vector<size_t> order = active_;

@@ -29,8 +29,8 @@ struct ScheduleOptions {
   uint32_t blocks_min = 5;
   uint32_t blocks_max = 40;
   uint32_t blocks_unsettled_max = 160;  // then; at least blocks_max
-  uint32_t batch_blocks = 8;  // of each batch before it
-  size_t batch_max = 32;      // contenders in a batch, unless more are still in
+  uint32_t batch_blocks = 8;            // of each batch before it
+  size_t batch_max = 32;  // contenders in a batch, unless more are still in
 };
 
 // Not thread-safe.

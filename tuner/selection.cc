@@ -35,7 +35,8 @@ std::optional<size_t> SelectWinner(const std::vector<SelectionInput>& inputs,
   std::optional<size_t> winner;
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (!inputs[i].eligible || inputs[i].median_ns > best * margin) continue;
-    if (has_default && inputs[i].median_ns * default_margin >= inputs[0].median_ns) {
+    if (has_default &&
+        inputs[i].median_ns * default_margin >= inputs[0].median_ns) {
       continue;
     }
     if (!winner.has_value() || order(i) < order(*winner)) winner = i;

@@ -77,8 +77,8 @@ absl::Status ValidatePlan(const Plan& plan) {
                                      plan.interval.m_max, " is empty"));
   }
   if (body.steps.empty()) return Broken(plan, "no steps");
-  if (body.overlapped && (plan.target.backend != Backend::kCuda ||
-                          plan.target.level < 90)) {
+  if (body.overlapped &&
+      (plan.target.backend != Backend::kCuda || plan.target.level < 90)) {
     return Broken(plan, "overlapped steps need CUDA and sm_90");
   }
   if (body.arena.bytes > kArenaBytesMax ||

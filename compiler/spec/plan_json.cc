@@ -288,17 +288,17 @@ Json BodyToJson(const PlanBody& body) {
   Json steps = Json::array();
   for (const Step& step : body.steps) steps.push_back(StepToJson(step));
   Json out = {{"template", body.template_name},
-          {"template_version", body.template_version},
-          {"assignment",
-           body.assignment.empty() ? Json::object() : Json(body.assignment)},
-          {"numerics_class", body.numerics_class},
-          {"tolerance", body.tolerance},
-          {"deterministic", body.deterministic},
-          {"cpu_threads", body.cpu_threads},
-          {"params", std::move(params)},
-          {"arena_bytes", body.arena.bytes},
-          {"arena_slices", std::move(slices)},
-          {"steps", std::move(steps)}};
+              {"template_version", body.template_version},
+              {"assignment", body.assignment.empty() ? Json::object()
+                                                     : Json(body.assignment)},
+              {"numerics_class", body.numerics_class},
+              {"tolerance", body.tolerance},
+              {"deterministic", body.deterministic},
+              {"cpu_threads", body.cpu_threads},
+              {"params", std::move(params)},
+              {"arena_bytes", body.arena.bytes},
+              {"arena_slices", std::move(slices)},
+              {"steps", std::move(steps)}};
   if (body.overlapped) out["overlapped"] = true;
   return out;
 }

@@ -5,7 +5,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <immintrin.h>
+#include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <set>
@@ -415,6 +417,36 @@ TEST(HashNameTest, NamesThatDifferInADigitSpreadOverTheBuckets) {
     // A random function hits 512 (1 - exp(-1/2)) = 201.
     EXPECT_GE(buckets.size(), 180u) << form;
   }
+}
+
+// A name may end where memory ends; what lies behind it changes nothing.
+TEST(HashNameTest, ReadsNothingBehindThePageAndHashesTheNameAlone) {
+  constexpr size_t kPage = 4096;
+  auto* pages =
+      static_cast<char*>(mmap(nullptr, 2 * kPage, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  ASSERT_NE(pages, MAP_FAILED);
+  ASSERT_EQ(mprotect(pages + kPage, kPage, PROT_NONE), 0);
+  std::set<uint64_t> hashes;
+  for (size_t length = 0; length <= 50; ++length) {
+    const std::string name = std::string("model.layers.17.mlp.experts.")
+                                 .substr(0, std::min<size_t>(length, 28)) +
+                             std::string(length > 28 ? length - 28 : 0, 'x');
+    std::set<uint64_t> of_this_name;
+    for (const size_t offset : {kPage - length - 1, size_t{64}, size_t{77}}) {
+      for (const char around : {'?', '\0'}) {
+        std::memset(pages, around, kPage);
+        std::memcpy(pages + offset, name.c_str(), length + 1);
+        size_t bytes = 0;
+        of_this_name.insert(runtime::HashName(pages + offset, &bytes));
+        EXPECT_EQ(bytes, length);
+      }
+    }
+    EXPECT_EQ(of_this_name.size(), 1u) << name;
+    hashes.insert(*of_this_name.begin());
+  }
+  EXPECT_EQ(hashes.size(), 51u);
+  munmap(pages, 2 * kPage);
 }
 
 TEST(ManyIntervalsTest, TheMessageShowsTheFirstOnesAndTheLast) {

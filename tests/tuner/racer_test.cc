@@ -161,8 +161,7 @@ TEST_F(RacerTest, ARejectedContenderDoesNotStopTheOthers) {
   ASSERT_OK_AND_ASSIGN(const RaceResult result,
                        Race(bench_.get(), kInterval, contenders, options_));
   EXPECT_EQ(result.timings[1].outcome, Outcome::kRejected);
-  EXPECT_THAT(result.timings[1].reason,
-              HasSubstr(" instead of "));
+  EXPECT_THAT(result.timings[1].reason, HasSubstr(" instead of "));
   EXPECT_THAT(result.timings[1].samples, IsEmpty())
       << "what is wrong must not be timed";
   EXPECT_NE(result.timings[0].outcome, Outcome::kRejected);
