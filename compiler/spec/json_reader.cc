@@ -171,16 +171,16 @@ class PlainReader {
     do {
       SkipSpace();
       if (Next() != '"' || node->members.size() >= kSearchedMax) return false;
-      JsonNode::Member member;
+      JsonNode::Member& member = node->members.emplace_back();
       Mark(&member.line, &member.column);
-      if (!String(&member.key) || node->Find(member.key) != nullptr) {
+      // The first of this name must be this one.
+      if (!String(&member.key) || node->Find(member.key) != &member.value) {
         return false;
       }
-      node->members.push_back(std::move(member));
       SkipSpace();
       if (!Take(':')) return false;
       SkipSpace();
-      if (!Value(depth + 1, &node->members.back().value)) return false;
+      if (!Value(depth + 1, &member.value)) return false;
       SkipSpace();
     } while (Take(','));
     return Take('}');
