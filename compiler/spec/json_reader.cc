@@ -54,6 +54,7 @@ class PlainReader {
   }
 
   void SkipSpace() {
+    if (at_ != end_ && *at_ > ' ') return;
     for (; at_ != end_; ++at_) {
       if (*at_ == '\n') {
         ++line_;
@@ -167,16 +168,20 @@ class PlainReader {
     ++at_;
     SkipSpace();
     if (Take('}')) return true;
-    node->members.reserve(kUsualCount);
+    node->members.reserve(2 * kUsualCount);
+    bool sorted = true;
     do {
       SkipSpace();
       if (Next() != '"' || node->members.size() >= kSearchedMax) return false;
       JsonNode::Member& member = node->members.emplace_back();
       Mark(&member.line, &member.column);
-      // The first of this name must be this one.
-      if (!String(&member.key) || node->Find(member.key) != &member.value) {
-        return false;
+      if (!String(&member.key)) return false;
+      // Behind names in their order, as Kiln writes them, a greater one is new;
+      // else the first of this name must be this one.
+      if (const size_t count = node->members.size(); count > 1) {
+        sorted = sorted && node->members[count - 2].key < member.key;
       }
+      if (!sorted && node->Find(member.key) != &member.value) return false;
       SkipSpace();
       if (!Take(':')) return false;
       SkipSpace();
