@@ -105,7 +105,8 @@ absl::Status PlanCache::CheckPrograms(std::vector<CacheFinding>* findings) {
                    Keys("SELECT key FROM program NOT INDEXED ORDER BY id"));
   for (const Digest& key : keys) {
     Row<Program> row;
-    RETURN_IF_ERROR(AsFinding(ReadProgram(key, &row), findings));
+    RETURN_IF_ERROR(
+        AsFinding(ReadProgram(key, RowCheck::kDigests, &row), findings));
     if (!row.problem.empty()) {
       Add("program", key.ToHex(), row.problem, findings);
     }
@@ -144,7 +145,8 @@ absl::Status PlanCache::CheckPlans(std::vector<CacheFinding>* findings) {
                    Keys("SELECT key FROM plan NOT INDEXED ORDER BY id"));
   for (const Digest& key : keys) {
     Row<StoredPlan> row;
-    RETURN_IF_ERROR(AsFinding(ReadPlan(key, &row), findings));
+    RETURN_IF_ERROR(
+        AsFinding(ReadPlan(key, RowCheck::kDigests, &row), findings));
     if (!row.problem.empty()) Add("plan", key.ToHex(), row.problem, findings);
     Row<int64_t> use;
     RETURN_IF_ERROR(AsFinding(ReadPlanUse(key, &use), findings));

@@ -138,7 +138,7 @@ absl::Status PlanCache::MergeProgram(PlanCache* source, const Digest& key,
                                      const MergeOptions& options,
                                      MergeState* state) {
   Row<Program> theirs;
-  RETURN_IF_ERROR(source->ReadProgram(key, &theirs));
+  RETURN_IF_ERROR(source->ReadProgram(key, RowCheck::kDigests, &theirs));
   if (!theirs.value.has_value()) {
     state->report.skipped.push_back(
         {.table = "program",
@@ -147,7 +147,7 @@ absl::Status PlanCache::MergeProgram(PlanCache* source, const Digest& key,
     return absl::OkStatus();
   }
   Row<Program> ours;
-  RETURN_IF_ERROR(ReadProgram(key, &ours));
+  RETURN_IF_ERROR(ReadProgram(key, RowCheck::kDigests, &ours));
   if (ours.value.has_value()) {
     if (ours.value->binary_digest == theirs.value->binary_digest &&
         ours.value->kernels == theirs.value->kernels) {
@@ -195,7 +195,7 @@ absl::Status PlanCache::MergePlan(PlanCache* source, const Digest& key,
                                   const MergeOptions& options,
                                   MergeState* state) {
   Row<StoredPlan> theirs;
-  RETURN_IF_ERROR(source->ReadPlan(key, &theirs));
+  RETURN_IF_ERROR(source->ReadPlan(key, RowCheck::kDigests, &theirs));
   std::string problem = theirs.problem;
   if (theirs.value.has_value()) {
     Row<std::vector<Measurement>> evidence;
@@ -203,7 +203,7 @@ absl::Status PlanCache::MergePlan(PlanCache* source, const Digest& key,
     problem = evidence.problem;
     for (const Digest& program : theirs.value->plan.programs) {
       Row<Program> row;
-      RETURN_IF_ERROR(source->ReadProgram(program, &row));
+      RETURN_IF_ERROR(source->ReadProgram(program, RowCheck::kDigests, &row));
       if (!row.value.has_value()) {
         problem =
             absl::StrCat("program ", program.ToHex(), " is missing or damaged");
@@ -220,7 +220,7 @@ absl::Status PlanCache::MergePlan(PlanCache* source, const Digest& key,
     return absl::OkStatus();
   }
   Row<StoredPlan> ours;
-  RETURN_IF_ERROR(ReadPlan(key, &ours));
+  RETURN_IF_ERROR(ReadPlan(key, RowCheck::kDigests, &ours));
   if (ours.value.has_value()) {
     const bool better = IsMeasured(*theirs.value) && !IsMeasured(*ours.value);
     const bool worse = !IsMeasured(*theirs.value) && IsMeasured(*ours.value);
@@ -269,7 +269,7 @@ absl::StatusOr<MergeReport> PlanCache::MergeFrom(PlanCache* source,
     std::set<Digest> needed;
     for (const Digest& key : plans) {
       Row<StoredPlan> row;
-      RETURN_IF_ERROR(source->ReadPlan(key, &row));
+      RETURN_IF_ERROR(source->ReadPlan(key, RowCheck::kDigests, &row));
       if (!row.value.has_value() && row.problem.empty()) {
         return absl::NotFoundError(
             absl::StrCat("no plan ", key.ToHex(), " in ", source->path_));

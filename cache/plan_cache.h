@@ -60,7 +60,7 @@ absl::string_view CacheModeName(CacheMode mode);
 // Marks the file as Kiln's ("KILN"), and the schema this build writes; it reads
 // and migrates those before.
 inline constexpr uint32_t kCacheApplicationId = 0x4B494C4E;
-inline constexpr int kCacheSchemaVersion = 2;
+inline constexpr int kCacheSchemaVersion = 3;
 inline constexpr char kCacheFileName[] = "index.db";
 // What to do about a file that is refused.
 inline constexpr absl::string_view kOtherCacheFolder =
@@ -249,6 +249,12 @@ class PlanCache {
   std::vector<std::string> TakeWarnings();
 
  private:
+  // What a row is held against.
+  enum class RowCheck {
+    kChecksum,  // its checksum: look-ups; its digests where it has none
+    kDigests,   // every SHA-256, and its checksum
+  };
+
   // One row as it was read: a value, a problem, or neither when there is none.
   template <typename T>
   struct Row {
@@ -277,9 +283,11 @@ class PlanCache {
   void Warn(std::string text);
   absl::Status RequireWritable() const;
 
-  absl::Status ReadProgram(const Digest& key, Row<Program>* row);
+  absl::Status ReadProgram(const Digest& key, RowCheck against,
+                           Row<Program>* row);
   absl::Status ReadReject(const Digest& key, Row<Reject>* row);
-  absl::Status ReadPlan(const Digest& key, Row<StoredPlan>* row);
+  absl::Status ReadPlan(const Digest& key, RowCheck against,
+                        Row<StoredPlan>* row);
   // Like ReadPlan without the value: sets `present`, or the row's problem.
   absl::Status ReadPlanPresence(const Digest& key, Row<StoredPlan>* row,
                                 bool* present);

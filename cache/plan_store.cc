@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cache/checksum.h"
 #include "cache/plan_cache.h"
 #include "cache/row_codec.h"
 #include "cache/row_io.h"
@@ -75,12 +76,13 @@ absl::Status CheckPlan(const PlanKey& key, const Plan& plan,
 
 }  // namespace
 
-absl::Status PlanCache::ReadPlan(const Digest& key, Row<StoredPlan>* row) {
+absl::Status PlanCache::ReadPlan(const Digest& key, RowCheck against,
+                                 Row<StoredPlan>* row) {
   ASSIGN_OR_RETURN(
       Statement select,
       database_->Prepare("SELECT id, preimage, plan, measurements, "
                          "created_unix, host_name, device_name, tool_version, "
-                         "row_digest FROM plan WHERE key = ?1"));
+                         "row_digest, checksum FROM plan WHERE key = ?1"));
   select.BindBlob(1, key.AsBytes());
   ASSIGN_OR_RETURN(const bool found, select.Step());
   if (!found) return absl::OkStatus();
@@ -89,18 +91,22 @@ absl::Status PlanCache::ReadPlan(const Digest& key, Row<StoredPlan>* row) {
                                .measurements = select.Integer(3),
                                .provenance = ReadProvenance(select, 4)};
   const absl::string_view preimage = select.Bytes(1);
+  const absl::string_view row_digest = select.Bytes(8);
   const std::string encoded = EncodeRow(columns);
   row->id = select.Integer(0);
   const auto check = [&]() -> std::string {
-    if (Sha256(encoded).AsBytes() != select.Bytes(8)) {
+    const ChecksumVerdict checksum =
+        CompareChecksum(select, 9, {encoded, row_digest, preimage});
+    const bool digests = against == RowCheck::kDigests || !checksum.fits;
+    if (digests && Sha256(encoded).AsBytes() != row_digest) {
       return std::string(kRowDigestProblem);
     }
-    if (Sha256(preimage) != key) return std::string(kPreimageProblem);
+    if (digests && Sha256(preimage) != key) {
+      return std::string(kPreimageProblem);
+    }
+    if (checksum.stored && !checksum.fits) return std::string(kChecksumProblem);
     absl::StatusOr<Plan> plan = PlanFromJson(columns.plan);
     if (!plan.ok()) return std::string(plan.status().message());
-    if (const absl::Status valid = ValidatePlan(*plan); !valid.ok()) {
-      return std::string(valid.message());
-    }
     row->measurements = columns.measurements;
     row->value =
         StoredPlan{.key = {.digest = key, .preimage = std::string(preimage)},
@@ -127,7 +133,7 @@ absl::Status PlanCache::MovePlan(const Digest& key,
 void PlanCache::QuarantinePlan(const Digest& key, absl::string_view problem) {
   Quarantine("plan", key, problem, [&]() -> absl::Status {
     Row<StoredPlan> row;
-    RETURN_IF_ERROR(ReadPlan(key, &row));
+    RETURN_IF_ERROR(ReadPlan(key, RowCheck::kDigests, &row));
     if (row.value.has_value()) {
       // The plan itself is whole; is its evidence?
       Row<std::vector<Measurement>> evidence;
@@ -143,7 +149,7 @@ void PlanCache::QuarantinePlan(const Digest& key, absl::string_view problem) {
 absl::StatusOr<std::optional<StoredPlan>> PlanCache::FindPlan(
     const Digest& key) {
   Row<StoredPlan> row;
-  RETURN_IF_ERROR(ReadPlan(key, &row));
+  RETURN_IF_ERROR(ReadPlan(key, RowCheck::kChecksum, &row));
   if (!row.problem.empty()) QuarantinePlan(key, row.problem);
   return std::move(row.value);
 }
@@ -159,7 +165,7 @@ absl::StatusOr<std::vector<std::optional<StoredPlan>>> PlanCache::FindPlans(
     plans.reserve(keys.size());
     for (const Digest& key : keys) {
       Row<StoredPlan> row;
-      RETURN_IF_ERROR(ReadPlan(key, &row));
+      RETURN_IF_ERROR(ReadPlan(key, RowCheck::kChecksum, &row));
       if (!row.problem.empty()) problems.emplace_back(key, row.problem);
       plans.push_back(std::move(row.value));
     }
@@ -176,7 +182,7 @@ absl::Status PlanCache::ReadPlanPresence(const Digest& key,
       Statement select,
       database_->Prepare("SELECT preimage, plan, measurements, created_unix, "
                          "host_name, device_name, tool_version, row_digest, "
-                         "EXISTS (SELECT 1 FROM plan_program "
+                         "checksum, EXISTS (SELECT 1 FROM plan_program "
                          "WHERE plan_id = plan.id AND NOT EXISTS "
                          "(SELECT 1 FROM program WHERE key = program_key)) "
                          "FROM plan WHERE key = ?1"));
@@ -187,12 +193,19 @@ absl::Status PlanCache::ReadPlanPresence(const Digest& key,
                                .plan = select.Bytes(1),
                                .measurements = select.Integer(2),
                                .provenance = ReadProvenance(select, 3)};
-  if (Sha256(EncodeRow(columns)).AsBytes() != select.Bytes(7)) {
+  const absl::string_view preimage = select.Bytes(0);
+  const absl::string_view row_digest = select.Bytes(7);
+  const std::string encoded = EncodeRow(columns);
+  const ChecksumVerdict checksum =
+      CompareChecksum(select, 8, {encoded, row_digest, preimage});
+  if (!checksum.fits && Sha256(encoded).AsBytes() != row_digest) {
     row->problem = std::string(kRowDigestProblem);
-  } else if (Sha256(select.Bytes(0)) != key) {
+  } else if (!checksum.fits && Sha256(preimage) != key) {
     row->problem = std::string(kPreimageProblem);
+  } else if (checksum.stored && !checksum.fits) {
+    row->problem = std::string(kChecksumProblem);
   } else {
-    *present = select.Integer(8) == 0;
+    *present = select.Integer(9) == 0;
   }
   return absl::OkStatus();
 }
@@ -239,7 +252,7 @@ absl::Status PlanCache::WritePlan(const PlanKey& key, const Plan& plan,
                      program.ToHex(), ", which is not in the cache"));
   }
   Row<StoredPlan> old;
-  RETURN_IF_ERROR(ReadPlan(key.digest, &old));
+  RETURN_IF_ERROR(ReadPlan(key.digest, RowCheck::kDigests, &old));
   if (!old.problem.empty()) {
     Warn(absl::StrCat("plan ", key.digest.ToHex(), " in ", path_,
                       " is damaged: ", old.problem,
@@ -263,20 +276,24 @@ absl::Status PlanCache::WritePlan(const PlanKey& key, const Plan& plan,
       .plan = text,
       .measurements = static_cast<int64_t>(measurements.size()),
       .provenance = FromProvenance(options_.provenance, Now())};
-  const Digest row_digest = Sha256(EncodeRow(columns));
+  const std::string encoded = EncodeRow(columns);
+  const Digest row_digest = Sha256(encoded);
+  const Checksum checksum =
+      ChecksumOf({encoded, row_digest.AsBytes(), key.preimage});
   {
     ASSIGN_OR_RETURN(
         Statement insert,
         database_->Prepare(
             "INSERT INTO plan (key, preimage, plan, measurements, "
-            "created_unix, host_name, device_name, tool_version, row_digest) "
-            "VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)"));
+            "created_unix, host_name, device_name, tool_version, row_digest, "
+            "checksum) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)"));
     insert.BindBlob(1, columns.key);
     insert.BindBlob(2, key.preimage);
     insert.BindText(3, columns.plan);
     insert.BindInteger(4, columns.measurements);
     BindProvenance(columns.provenance, 5, &insert);
     insert.BindBlob(9, row_digest.AsBytes());
+    insert.BindBlob(10, checksum.AsBytes());
     RETURN_IF_ERROR(insert.Run());
   }
   const int64_t plan_id = database_->last_insert_id();
@@ -479,7 +496,7 @@ absl::StatusOr<std::vector<Measurement>> PlanCache::LoadMeasurements(
     ASSIGN_OR_RETURN(
         Transaction snapshot,
         Transaction::Begin(database_.get(), Transaction::Kind::kRead));
-    RETURN_IF_ERROR(ReadPlan(key, &plan));
+    RETURN_IF_ERROR(ReadPlan(key, RowCheck::kChecksum, &plan));
     if (plan.value.has_value()) {
       RETURN_IF_ERROR(ReadMeasurements(key, plan, &row));
     } else {

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cache/checksum.h"
 #include "cache/plan_cache.h"
 #include "cache/row_codec.h"
 #include "cache/row_io.h"
@@ -91,21 +92,23 @@ absl::Status Conflict(const Program& stored, const Program& offered) {
 
 }  // namespace
 
-absl::Status PlanCache::ReadProgram(const Digest& key, Row<Program>* row) {
+absl::Status PlanCache::ReadProgram(const Digest& key, RowCheck against,
+                                    Row<Program>* row) {
   ASSIGN_OR_RETURN(
       Statement select,
       database_->Prepare(
           "SELECT program.id, preimage, target, toolchain_name, "
           "toolchain_version, toolchain_content, binary_digest, kernels, log, "
           "compile_seconds, created_unix, host_name, device_name, "
-          "tool_version, row_digest, blob.data FROM program "
+          "tool_version, row_digest, checksum, blob.data FROM program "
           "LEFT JOIN blob ON blob.digest = binary_digest "
           "WHERE program.key = ?1"));
   select.BindBlob(1, key.AsBytes());
   ASSIGN_OR_RETURN(const bool found, select.Step());
   if (!found) return absl::OkStatus();
 
-  // The key asked for, not the one an index may claim, goes into the digest.
+  // The key asked for, not the one an index may claim, goes into digest and
+  // checksum.
   const ProgramColumns columns = {.key = key.AsBytes(),
                                   .target = select.Bytes(2),
                                   .toolchain_name = select.Bytes(3),
@@ -117,25 +120,34 @@ absl::Status PlanCache::ReadProgram(const Digest& key, Row<Program>* row) {
                                   .compile_seconds = select.Real(9),
                                   .provenance = ReadProvenance(select, 10)};
   const absl::string_view preimage = select.Bytes(1);
-  const absl::string_view binary = select.Bytes(15);
+  const absl::string_view row_digest = select.Bytes(14);
+  const absl::string_view binary = select.Bytes(16);
   const std::string encoded = EncodeRow(columns);
   row->id = select.Integer(0);
 
   const auto check = [&]() -> std::string {
-    if (Sha256(encoded).AsBytes() != select.Bytes(14)) {
+    const ChecksumVerdict checksum =
+        CompareChecksum(select, 15, {encoded, row_digest, preimage, binary});
+    const bool digests = against == RowCheck::kDigests || !checksum.fits;
+    if (digests && Sha256(encoded).AsBytes() != row_digest) {
       return std::string(kRowDigestProblem);
     }
-    if (Sha256(preimage) != key) return std::string(kPreimageProblem);
+    if (digests && Sha256(preimage) != key) {
+      return std::string(kPreimageProblem);
+    }
     absl::StatusOr<Program> program = ToProgram(columns);
     if (!program.ok()) return std::string(program.status().message());
-    if (select.IsNull(15)) return "its binary is missing";
-    if (const Digest digest = Sha256(binary);
-        digest != program->binary_digest) {
-      row->binary_damaged = true;
-      row->binary_digest = std::string(columns.binary_digest);
-      return absl::StrCat("binary has digest ", digest.ToHex(), ", expected ",
-                          program->binary_digest.ToHex());
+    if (select.IsNull(16)) return "its binary is missing";
+    if (digests) {
+      const Digest digest = Sha256(binary);
+      if (digest != program->binary_digest) {
+        row->binary_damaged = true;
+        row->binary_digest = std::string(columns.binary_digest);
+        return absl::StrCat("binary has digest ", digest.ToHex(), ", expected ",
+                            program->binary_digest.ToHex());
+      }
     }
+    if (checksum.stored && !checksum.fits) return std::string(kChecksumProblem);
     program->key = {.digest = key, .preimage = std::string(preimage)};
     program->binary = std::string(binary);
     row->value = *std::move(program);
@@ -197,7 +209,7 @@ void PlanCache::QuarantineProgram(const Digest& key,
                                   absl::string_view problem) {
   Quarantine("program", key, problem, [&]() -> absl::Status {
     Row<Program> row;
-    RETURN_IF_ERROR(ReadProgram(key, &row));
+    RETURN_IF_ERROR(ReadProgram(key, RowCheck::kDigests, &row));
     if (row.problem.empty()) return absl::OkStatus();
     return MoveProgram(key, row);
   });
@@ -206,7 +218,7 @@ void PlanCache::QuarantineProgram(const Digest& key,
 absl::StatusOr<std::optional<Program>> PlanCache::FindProgram(
     const Digest& key) {
   Row<Program> row;
-  RETURN_IF_ERROR(ReadProgram(key, &row));
+  RETURN_IF_ERROR(ReadProgram(key, RowCheck::kChecksum, &row));
   if (!row.problem.empty()) QuarantineProgram(key, row.problem);
   return std::move(row.value);
 }
@@ -222,7 +234,7 @@ absl::StatusOr<std::vector<std::optional<Program>>> PlanCache::FindPrograms(
     programs.reserve(keys.size());
     for (const Digest& key : keys) {
       Row<Program> row;
-      RETURN_IF_ERROR(ReadProgram(key, &row));
+      RETURN_IF_ERROR(ReadProgram(key, RowCheck::kChecksum, &row));
       if (!row.problem.empty()) problems.emplace_back(key, row.problem);
       programs.push_back(std::move(row.value));
     }
@@ -283,7 +295,7 @@ absl::Status PlanCache::WriteBlob(const Digest& digest,
 absl::Status PlanCache::WriteProgram(const Program& program) {
   const Digest& key = program.key.digest;
   Row<Program> row;
-  RETURN_IF_ERROR(ReadProgram(key, &row));
+  RETURN_IF_ERROR(ReadProgram(key, RowCheck::kDigests, &row));
   if (row.value.has_value()) {
     return row.value->binary_digest == program.binary_digest &&
                    row.value->kernels == program.kernels
@@ -310,7 +322,10 @@ absl::Status PlanCache::WriteProgram(const Program& program) {
       .log = program.log,
       .compile_seconds = program.compile_seconds,
       .provenance = FromProvenance(options_.provenance, Now())};
-  const Digest row_digest = Sha256(EncodeRow(columns));
+  const std::string encoded = EncodeRow(columns);
+  const Digest row_digest = Sha256(encoded);
+  const Checksum checksum = ChecksumOf(
+      {encoded, row_digest.AsBytes(), program.key.preimage, program.binary});
   {
     ASSIGN_OR_RETURN(
         Statement insert,
@@ -318,8 +333,8 @@ absl::Status PlanCache::WriteProgram(const Program& program) {
             "INSERT INTO program (key, preimage, target, toolchain_name, "
             "toolchain_version, toolchain_content, binary_digest, kernels, "
             "log, compile_seconds, created_unix, host_name, device_name, "
-            "tool_version, row_digest) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, "
-            "?9, ?10, ?11, ?12, ?13, ?14, ?15)"));
+            "tool_version, row_digest, checksum) VALUES (?1, ?2, ?3, ?4, ?5, "
+            "?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16)"));
     insert.BindBlob(1, columns.key);
     insert.BindBlob(2, program.key.preimage);
     insert.BindText(3, columns.target);
@@ -332,6 +347,7 @@ absl::Status PlanCache::WriteProgram(const Program& program) {
     insert.BindReal(10, columns.compile_seconds);
     BindProvenance(columns.provenance, 11, &insert);
     insert.BindBlob(15, row_digest.AsBytes());
+    insert.BindBlob(16, checksum.AsBytes());
     RETURN_IF_ERROR(insert.Run());
   }
   ASSIGN_OR_RETURN(Statement forget,

@@ -1,13 +1,12 @@
 #include "cache/row_codec.h"
 
-#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
+#include <utility>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "compiler/base/check.h"
 #include "compiler/base/digest.h"
 #include "compiler/base/status_macros.h"
@@ -31,25 +30,51 @@ void Encode(const ProvenanceColumns& row, CanonicalEncoder* encoder) {
       .Text("tool_version", row.tool_version);
 }
 
-bool ParseNumber(absl::string_view text, uint32_t* value) {
-  // SimpleAtoi accepts spaces and signs; the writer makes neither.
-  if (text.empty() || text[0] < '0' || text[0] > '9') return false;
-  return absl::SimpleAtoi(text, value);
+// Take what they name from the front of `text`, or return false. By hand, since
+// every look-up of a program comes by here.
+bool Take(char c, absl::string_view* text) {
+  if (text->empty() || text->front() != c) return false;
+  text->remove_prefix(1);
+  return true;
 }
 
-bool ParseParams(absl::string_view text, std::vector<KernelParam>* params) {
-  if (text == "-") return true;
-  for (const absl::string_view item : absl::StrSplit(text, ',')) {
-    const size_t colon = item.find(':');
-    KernelParam param;
-    if (colon == absl::string_view::npos ||
-        !ParseNumber(item.substr(0, colon), &param.offset) ||
-        !ParseNumber(item.substr(colon + 1), &param.bytes)) {
+bool TakeNumber(absl::string_view* text, uint32_t* value) {
+  uint64_t sum = 0;
+  size_t digits = 0;
+  for (; digits < text->size(); ++digits) {
+    const char c = (*text)[digits];
+    if (c < '0' || c > '9') break;
+    sum = sum * 10 + static_cast<uint64_t>(c - '0');
+    if (sum > std::numeric_limits<uint32_t>::max()) return false;
+  }
+  text->remove_prefix(digits);
+  *value = static_cast<uint32_t>(sum);
+  return digits > 0;
+}
+
+bool TakeParams(absl::string_view* text, std::vector<KernelParam>* params) {
+  if (Take('-', text)) return true;
+  do {
+    KernelParam& param = params->emplace_back();
+    if (!TakeNumber(text, &param.offset) || !Take(':', text) ||
+        !TakeNumber(text, &param.bytes)) {
       return false;
     }
-    params->push_back(param);
-  }
+  } while (Take(',', text));
   return true;
+}
+
+bool ParseKernel(absl::string_view line, Kernel* kernel) {
+  const size_t entry = line.find(' ');
+  if (entry == 0 || entry == absl::string_view::npos) return false;
+  kernel->entry = std::string(line.substr(0, entry));
+  line.remove_prefix(entry);
+  for (uint32_t* field :
+       {&kernel->registers, &kernel->static_shared_bytes, &kernel->local_bytes,
+        &kernel->max_threads, &kernel->param_bytes}) {
+    if (!Take(' ', &line) || !TakeNumber(&line, field)) return false;
+  }
+  return Take(' ', &line) && TakeParams(&line, &kernel->params) && line.empty();
 }
 
 }  // namespace
@@ -66,7 +91,7 @@ std::string EncodeRow(const ProgramColumns& row) {
       .Text("log", row.log)
       .Number("compile_seconds", RealBits(row.compile_seconds));
   Encode(row.provenance, &encoder);
-  return encoder.bytes();
+  return std::move(encoder).bytes();
 }
 
 std::string EncodeRow(const RejectColumns& row) {
@@ -77,7 +102,7 @@ std::string EncodeRow(const RejectColumns& row) {
       .Text("reason", row.reason)
       .Text("log", row.log);
   Encode(row.provenance, &encoder);
-  return encoder.bytes();
+  return std::move(encoder).bytes();
 }
 
 std::string EncodeRow(const PlanColumns& row) {
@@ -86,7 +111,7 @@ std::string EncodeRow(const PlanColumns& row) {
       .Text("plan", row.plan)
       .Number("measurements", row.measurements);
   Encode(row.provenance, &encoder);
-  return encoder.bytes();
+  return std::move(encoder).bytes();
 }
 
 std::string EncodeRow(const MeasurementColumns& row) {
@@ -103,7 +128,7 @@ std::string EncodeRow(const MeasurementColumns& row) {
       .Number("arena_bytes", row.arena_bytes)
       .Number("registers", row.registers)
       .Text("samples", row.samples);
-  return encoder.bytes();
+  return std::move(encoder).bytes();
 }
 
 std::string EncodeRow(const PlanUseColumns& row) {
@@ -116,7 +141,7 @@ std::string EncodeRow(const PlanUseColumns& row) {
 std::string EncodeRow(const MemoColumns& row) {
   CanonicalEncoder encoder("kiln.cache.memo/1");
   encoder.Text("key", row.key).Text("value", row.value);
-  return encoder.bytes();
+  return std::move(encoder).bytes();
 }
 
 std::string EncodeRow(const LeaseColumns& row) {
@@ -127,7 +152,7 @@ std::string EncodeRow(const LeaseColumns& row) {
       .Number("start_ticks", row.start_ticks)
       .Number("token", row.token)
       .Number("expires_unix", row.expires_unix);
-  return encoder.bytes();
+  return std::move(encoder).bytes();
 }
 
 absl::StatusOr<std::string> KernelsToText(const std::vector<Kernel>& kernels) {
@@ -161,26 +186,11 @@ absl::StatusOr<std::vector<Kernel>> KernelsFromText(absl::string_view text) {
   while (!text.empty()) {
     const size_t end = text.find('\n');
     const absl::string_view line = text.substr(0, end);
-    // Without a list in memory: every look-up of a program comes by here.
-    std::array<absl::string_view, 7> fields;
-    size_t count = 0;
-    for (const absl::string_view field : absl::StrSplit(line, ' ')) {
-      if (count < fields.size()) fields[count] = field;
-      ++count;
-    }
-    Kernel kernel;
-    if (end == absl::string_view::npos || count != fields.size() ||
-        fields[0].empty() || !ParseNumber(fields[1], &kernel.registers) ||
-        !ParseNumber(fields[2], &kernel.static_shared_bytes) ||
-        !ParseNumber(fields[3], &kernel.local_bytes) ||
-        !ParseNumber(fields[4], &kernel.max_threads) ||
-        !ParseNumber(fields[5], &kernel.param_bytes) ||
-        !ParseParams(fields[6], &kernel.params)) {
+    if (end == absl::string_view::npos ||
+        !ParseKernel(line, &kernels.emplace_back())) {
       return absl::DataLossError(
           absl::StrCat("kernel line is malformed: \"", line, "\""));
     }
-    kernel.entry = std::string(fields[0]);
-    kernels.push_back(std::move(kernel));
     text.remove_prefix(end + 1);
   }
   return kernels;

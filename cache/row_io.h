@@ -5,9 +5,11 @@
 #define KILN_CACHE_ROW_IO_H_
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include "absl/strings/string_view.h"
+#include "cache/checksum.h"
 #include "cache/records.h"
 #include "cache/row_codec.h"
 #include "cache/sqlite_db.h"
@@ -18,6 +20,8 @@ inline constexpr absl::string_view kRowDigestProblem =
     "columns do not match the row's digest";
 inline constexpr absl::string_view kPreimageProblem =
     "key is not the digest of its pre-image";
+inline constexpr absl::string_view kChecksumProblem =
+    "row does not match its checksum";
 
 // Reads the four provenance columns from `column` on.
 inline ProvenanceColumns ReadProvenance(const Statement& select, int column) {
@@ -25,6 +29,21 @@ inline ProvenanceColumns ReadProvenance(const Statement& select, int column) {
           .host_name = select.Bytes(column + 1),
           .device_name = select.Bytes(column + 2),
           .tool_version = select.Bytes(column + 3)};
+}
+
+// What a row's checksum says.
+struct ChecksumVerdict {
+  bool stored = false;  // rows of older builds have none
+  bool fits = false;
+};
+
+// Compares the checksum at `column` with that of `parts`.
+inline ChecksumVerdict CompareChecksum(
+    const Statement& select, int column,
+    std::initializer_list<absl::string_view> parts) {
+  if (select.IsNull(column)) return {};
+  return {.stored = true,
+          .fits = select.Bytes(column) == ChecksumOf(parts).AsBytes()};
 }
 
 // Binds the four provenance columns from `index` on.

@@ -53,7 +53,8 @@ inline constexpr std::array<TableShape, 10> kCacheTables = {{
     {"program", "id",
      "key, preimage, target, toolchain_name, toolchain_version, "
      "toolchain_content, binary_digest, kernels, log, compile_seconds, "
-     "created_unix, host_name, device_name, tool_version, row_digest",
+     "created_unix, host_name, device_name, tool_version, row_digest, "
+     "checksum",
      "id"},
     {"reject", "id",
      "key, preimage, stage, reason, log, created_unix, host_name, "
@@ -61,7 +62,7 @@ inline constexpr std::array<TableShape, 10> kCacheTables = {{
      "id"},
     {"plan", "id",
      "key, preimage, plan, measurements, created_unix, host_name, "
-     "device_name, tool_version, row_digest",
+     "device_name, tool_version, row_digest, checksum",
      "id"},
     {"plan_program", "plan_id", "position, program_key", "plan_id"},
     {"plan_use", "plan_id", "used_unix, row_digest", "plan_id"},

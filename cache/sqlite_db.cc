@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "cache/sqlite_vfs.h"
 #include "compiler/base/check.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
@@ -121,7 +122,7 @@ absl::StatusOr<std::unique_ptr<Database>> Database::Open(
   std::unique_ptr<Database> database(new Database(options));
   // One connection belongs to one thread at a time, so SQLite need not lock.
   int flags = SQLITE_OPEN_NOMUTEX | SQLITE_OPEN_EXRESCODE;
-  const char* vfs = nullptr;
+  const char* vfs = SqliteVfsName();
   std::string path = LiteralPath(options.path);
   switch (options.access) {
     case DatabaseAccess::kReadWrite:

@@ -60,8 +60,10 @@ BOX_OF_PATH = [(re.compile(pattern), box) for pattern, box in [
 # Header pattern, the only paths that may include it, and why.
 OWNED_HEADERS = [(re.compile(header), re.compile(paths), reason)
                  for header, paths, reason in [
-    (r"sqlite3\.h$", r"(cache/sqlite_db|tests/support/fault_fs)\.cc$",
-     "only cache/sqlite_db.cc sees SQLite"),
+    (r"sqlite3\.h$", r"(cache/sqlite_(db|vfs)|tests/support/fault_fs)\.cc$",
+     "only cache/sqlite_db.cc and sqlite_vfs.cc see SQLite"),
+    (r"xxhash\.h$", r"cache/checksum\.cc$",
+     "only cache/checksum.cc sees xxHash"),
     (r"(llvm|clang|lld|llvm-c|clang-c)/", r"compiler/cc_cpu[^/]*\.cc$",
      "only compiler/cc_cpu*.cc sees LLVM"),
     (r"(cuda|cuda_[a-z0-9_]+|nvrtc|nvJitLink|cudart[^/]*)\.(h|hpp)$", r"$^",

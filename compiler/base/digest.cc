@@ -1,6 +1,8 @@
 #include "compiler/base/digest.h"
 
+#include <bit>
 #include <limits>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -19,11 +21,8 @@ constexpr char kTagBegin = '{';
 constexpr char kTagEnd = '}';
 
 void AppendInteger(std::string* out, uint64_t value, size_t bytes) {
-  char little_endian[8];
-  for (size_t i = 0; i < sizeof(little_endian); ++i) {
-    little_endian[i] = static_cast<char>((value >> (8 * i)) & 0xFF);
-  }
-  out->append(little_endian, bytes);
+  static_assert(std::endian::native == std::endian::little);
+  out->append(reinterpret_cast<const char*>(&value), bytes);
 }
 
 void AppendString(std::string* out, absl::string_view text) {
@@ -181,9 +180,14 @@ CanonicalEncoder& CanonicalEncoder::End() {
   return *this;
 }
 
-const std::string& CanonicalEncoder::bytes() const {
+const std::string& CanonicalEncoder::bytes() const& {
   KILN_CHECK(depth_ == 0);
   return bytes_;
+}
+
+std::string CanonicalEncoder::bytes() && {
+  KILN_CHECK(depth_ == 0);
+  return std::move(bytes_);
 }
 
 absl::StatusOr<CanonicalRecord> DecodeCanonical(absl::string_view bytes) {

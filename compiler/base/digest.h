@@ -70,7 +70,8 @@ class CanonicalEncoder {
   CanonicalEncoder& End();
 
   // The pre-image. All groups must be closed.
-  const std::string& bytes() const;
+  const std::string& bytes() const&;
+  std::string bytes() &&;
 
   Digest digest() const { return Sha256(bytes()); }
 

@@ -54,6 +54,7 @@ class PlainReader {
   }
 
   void SkipSpace() {
+    if (at_ != end_ && *at_ > ' ') return;
     for (; at_ != end_; ++at_) {
       if (*at_ == '\n') {
         ++line_;
@@ -167,20 +168,24 @@ class PlainReader {
     ++at_;
     SkipSpace();
     if (Take('}')) return true;
-    node->members.reserve(kUsualCount);
+    node->members.reserve(2 * kUsualCount);
+    bool sorted = true;
     do {
       SkipSpace();
       if (Next() != '"' || node->members.size() >= kSearchedMax) return false;
-      JsonNode::Member member;
+      JsonNode::Member& member = node->members.emplace_back();
       Mark(&member.line, &member.column);
-      if (!String(&member.key) || node->Find(member.key) != nullptr) {
-        return false;
+      if (!String(&member.key)) return false;
+      // Behind names in their order, as Kiln writes them, a greater one is new;
+      // else the first of this name must be this one.
+      if (const size_t count = node->members.size(); count > 1) {
+        sorted = sorted && node->members[count - 2].key < member.key;
       }
-      node->members.push_back(std::move(member));
+      if (!sorted && node->Find(member.key) != &member.value) return false;
       SkipSpace();
       if (!Take(':')) return false;
       SkipSpace();
-      if (!Value(depth + 1, &node->members.back().value)) return false;
+      if (!Value(depth + 1, &member.value)) return false;
       SkipSpace();
     } while (Take(','));
     return Take('}');

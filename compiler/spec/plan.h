@@ -214,7 +214,8 @@ struct Plan {
 absl::Status ValidatePlan(const Plan& plan);
 
 // JSON text with sorted keys, for the cache and for --json. The inverse refuses
-// unknown or missing keys and wrong types with DataLoss.
+// unknown or missing keys, wrong types and what ValidatePlan refuses with
+// DataLoss.
 std::string PlanToJson(const Plan& plan);
 absl::StatusOr<Plan> PlanFromJson(absl::string_view text);
 

@@ -124,6 +124,17 @@ void BM_FindProgram(benchmark::State& state) {
 
 BENCHMARK(BM_FindProgram)->Unit(benchmark::kMicrosecond);
 
+void BM_FindPlan(benchmark::State& state) {
+  PlanCache cache = OpenCache(Data().folder.path());
+  size_t i = 0;
+  for (auto _ : state) {
+    const auto plan = cache.FindPlan(Data().plan_keys[i++ % kPlans]);
+    KILN_CHECK(plan.ok() && plan->has_value());
+  }
+}
+
+BENCHMARK(BM_FindPlan)->Unit(benchmark::kMicrosecond);
+
 void BM_ContainsProgram(benchmark::State& state) {
   PlanCache cache = OpenCache(Data().folder.path());
   size_t i = 0;

@@ -111,7 +111,7 @@ TEST(CacheOpenTest, MarksTheFileAsKilns) {
   ASSERT_OK(PlanCache::Open(folder.path(), CacheMode::kReadWrite));
   const std::string bytes = ReadTestFile(folder.File("index.db"));
   EXPECT_EQ(bytes.substr(68, 4), "KILN");
-  EXPECT_EQ(bytes.substr(60, 4), std::string("\0\0\0\2", 4));
+  EXPECT_EQ(bytes.substr(60, 4), std::string("\0\0\0\3", 4));
 }
 
 TEST(CacheOpenTest, LeavesNothingButTheDatabaseBehind) {
@@ -323,13 +323,13 @@ INSTANTIATE_TEST_SUITE_P(
                     }},
         RefusalCase{"NewerSchema",
                     absl::StatusCode::kFailedPrecondition,
-                    {"schema 7", "reads schemas 1 to 2", "newer kiln"},
+                    {"schema 7", "reads schemas 1 to 3", "newer kiln"},
                     [](const std::string& path) {
                       MakeCache(path, "PRAGMA user_version = 7;");
                     }},
         RefusalCase{"SchemaBeforeTheFirst",
                     absl::StatusCode::kFailedPrecondition,
-                    {"schema 0", "reads schemas 1 to 2"},
+                    {"schema 0", "reads schemas 1 to 3"},
                     [](const std::string& path) {
                       MakeCache(path, "PRAGMA user_version = 0;");
                     }},

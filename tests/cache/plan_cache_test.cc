@@ -4,6 +4,8 @@
 
 #include <cmath>
 
+#include "cache/checksum.h"
+#include "cache/row_codec.h"
 #include "cache/sqlite_db.h"
 #include "tests/cache/cache_fixture.h"
 #include "tests/support/golden.h"
@@ -446,6 +448,128 @@ TEST_F(PlanCacheTest, DamagedBinaryBecomesAMissAndGoesToQuarantine) {
   ASSERT_OK_AND_ASSIGN(found, cache.FindProgram(program.key.digest));
   EXPECT_TRUE(SameProgram(*found, program));
   EXPECT_THAT(cache.Check(), IsOkAndHolds(IsEmpty()));
+}
+
+TEST_F(PlanCacheTest, ADamagedChecksumIsAMiss) {
+  PlanCache cache = Open();
+  const Program program = MakeProgram(1);
+  const Plan plan = MakePlan(1, {program.key.digest});
+  const PlanKey key = MakeTestPlanKey(plan);
+  ASSERT_OK(cache.PutProgram(program));
+  ASSERT_OK(cache.PutPlan(key, plan, {}));
+  Execute(
+      "UPDATE program SET checksum = zeroblob(16);"
+      "UPDATE plan SET checksum = zeroblob(16)");
+  ASSERT_OK_AND_ASSIGN(const std::vector<CacheFinding> findings, cache.Check());
+  ASSERT_EQ(findings.size(), 2u);
+  EXPECT_THAT(findings[0].problem, HasSubstr("does not match its checksum"));
+  EXPECT_THAT(findings[1].problem, HasSubstr("does not match its checksum"));
+  {
+    PlanCache reader = Open(CacheMode::kReadOnly);
+    EXPECT_THAT(reader.ContainsPlans({key.digest}),
+                IsOkAndHolds(ElementsAre(false)));
+  }
+  ASSERT_OK_AND_ASSIGN(const std::optional<Program> no_program,
+                       cache.FindProgram(program.key.digest));
+  EXPECT_FALSE(no_program.has_value());
+  ASSERT_OK_AND_ASSIGN(const std::optional<StoredPlan> no_plan,
+                       cache.FindPlan(key.digest));
+  EXPECT_FALSE(no_plan.has_value());
+  EXPECT_EQ(Count("quarantine"), 2);
+}
+
+TEST_F(PlanCacheTest, RowsWithoutAChecksumAreHeldAgainstTheirDigests) {
+  PlanCache cache = Open();
+  std::vector<Digest> keys;
+  std::vector<Digest> plans;
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    ASSERT_OK(cache.PutProgram(MakeProgram(seed)));
+    keys.push_back(MakeProgram(seed).key.digest);
+    const Plan plan = MakePlan(seed, {keys[0]});
+    ASSERT_OK(cache.PutPlan(MakeTestPlanKey(plan), plan, {}));
+    plans.push_back(MakeTestPlanKey(plan).digest);
+  }
+  Execute(
+      "UPDATE program SET checksum = NULL; UPDATE plan SET checksum = NULL");
+  ASSERT_OK_AND_ASSIGN(std::vector<std::optional<Program>> programs,
+                       cache.FindPrograms(keys));
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    EXPECT_TRUE(SameProgram(*programs[seed], MakeProgram(seed)));
+  }
+  EXPECT_THAT(cache.ContainsPlans(plans),
+              IsOkAndHolds(ElementsAre(true, true, true, true)));
+  EXPECT_THAT(cache.Check(), IsOkAndHolds(IsEmpty()));
+  Execute(
+      "UPDATE program SET log = 'x' WHERE id = 2;"
+      "UPDATE program SET preimage = x'' WHERE id = 3;"
+      "UPDATE blob SET data = zeroblob(3000) WHERE id = 4;"
+      "UPDATE plan SET tool_version = '' WHERE id = 2;"
+      "UPDATE plan SET preimage = x'' WHERE id = 3");
+  ASSERT_OK_AND_ASSIGN(programs, cache.FindPrograms(keys));
+  EXPECT_TRUE(programs[0].has_value());
+  for (size_t i = 1; i < 4; ++i) EXPECT_FALSE(programs[i].has_value()) << i;
+  ASSERT_OK_AND_ASSIGN(const auto found, cache.FindPlans(plans));
+  EXPECT_TRUE(found[0].has_value() && found[3].has_value());
+  EXPECT_FALSE(found[1].has_value() || found[2].has_value());
+}
+
+// A look-up trusts the checksum; what a cache gives away or declares sound is
+// held against every SHA-256. Here somebody changed a row and fitted its
+// checksum, but not its digest.
+TEST_F(PlanCacheTest, CheckAndMergeHoldRowsAgainstTheirDigests) {
+  PlanCache cache = Open();
+  Program program = MakeProgram(1);
+  ASSERT_OK(cache.PutProgram(program));
+  {
+    ASSERT_OK_AND_ASSIGN(std::unique_ptr<Database> database,
+                         Database::Open({.path = folder_.File("index.db")}));
+    ASSERT_OK_AND_ASSIGN(
+        Statement select,
+        database->Prepare("SELECT kernels, created_unix, host_name, "
+                          "device_name, tool_version, row_digest "
+                          "FROM program"));
+    ASSERT_THAT(select.Step(), IsOkAndHolds(true));
+    const std::string target = program.target.ToString();
+    const std::string encoded = EncodeRow(
+        ProgramColumns{.key = program.key.digest.AsBytes(),
+                       .target = target,
+                       .toolchain_name = program.toolchain.name,
+                       .toolchain_version = program.toolchain.version,
+                       .toolchain_content = program.toolchain.content.AsBytes(),
+                       .binary_digest = program.binary_digest.AsBytes(),
+                       .kernels = select.Bytes(0),
+                       .log = "forged",
+                       .compile_seconds = program.compile_seconds,
+                       .provenance = {.created_unix = select.Integer(1),
+                                      .host_name = select.Bytes(2),
+                                      .device_name = select.Bytes(3),
+                                      .tool_version = select.Bytes(4)}});
+    const Checksum checksum = ChecksumOf(
+        {encoded, select.Bytes(5), program.key.preimage, program.binary});
+    ASSERT_OK_AND_ASSIGN(
+        Statement update,
+        database->Prepare("UPDATE program SET log = 'forged', checksum = ?1"));
+    update.BindBlob(1, checksum.AsBytes());
+    // The reader's lock would be in the way.
+    { const Statement done = std::move(select); }
+    ASSERT_OK(update.Run());
+  }
+  program.log = "forged";
+  ASSERT_OK_AND_ASSIGN(const std::optional<Program> found,
+                       cache.FindProgram(program.key.digest));
+  ASSERT_TRUE(found.has_value());
+  EXPECT_TRUE(SameProgram(*found, program));
+
+  ASSERT_OK_AND_ASSIGN(const std::vector<CacheFinding> findings, cache.Check());
+  ASSERT_EQ(findings.size(), 1u);
+  EXPECT_THAT(findings[0].problem, HasSubstr("row's digest"));
+  const ScratchFolder other;
+  ASSERT_OK_AND_ASSIGN(PlanCache joined,
+                       PlanCache::Open(TestOptions(other.path())));
+  ASSERT_OK_AND_ASSIGN(const MergeReport report, joined.MergeFrom(&cache, {}));
+  ASSERT_EQ(report.skipped.size(), 1u);
+  EXPECT_THAT(report.skipped[0].problem, HasSubstr("row's digest"));
+  EXPECT_EQ(report.programs_added, 0u);
 }
 
 TEST_F(PlanCacheTest, PutReplacesADamagedCopyUnasked) {

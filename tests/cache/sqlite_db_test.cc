@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 
@@ -116,6 +117,71 @@ TEST(DatabaseTest, UsesARollbackJournalWithFullSync) {
                        database->Prepare("PRAGMA journal_mode"));
   EXPECT_THAT(mode.Step(), IsOkAndHolds(true));
   EXPECT_EQ(mode.Bytes(0), "truncate");
+}
+
+// A log of another database's life, in the place where SQLite would take it for
+// this one's.
+TEST(DatabaseTest, DoesNotReadAWriteAheadLogThatLiesThere) {
+  const ScratchFolder folder;
+  const std::string other = folder.File("other.db");
+  const std::string path = folder.File("t.db");
+  {
+    const auto database = OpenOrDie(other);
+    ASSERT_OK(database->Execute(
+        "CREATE TABLE t (a INTEGER) STRICT; INSERT INTO t VALUES (1)"));
+  }
+  std::filesystem::copy_file(other, path);
+  const auto logging = OpenOrDie(other);
+  ASSERT_OK(
+      logging->Execute("PRAGMA journal_mode = WAL; INSERT INTO t VALUES (2)"));
+  ASSERT_GT(std::filesystem::file_size(other + "-wal"), 0u);
+  std::filesystem::copy_file(other + "-wal", path + "-wal");
+  const auto database = OpenOrDie(path);
+  EXPECT_THAT(database->QueryInteger("SELECT count(*) FROM t"),
+              IsOkAndHolds(1));
+  EXPECT_FALSE(std::filesystem::exists(path + "-shm"));
+}
+
+TEST(DatabaseTest, SeesAtOnceThatAnotherConnectionChangedTheFilesSize) {
+  const ScratchFolder folder;
+  const auto writer = OpenOrDie(folder.File("t.db"));
+  ASSERT_OK(writer->Execute(
+      "CREATE TABLE t (a BLOB) STRICT; INSERT INTO t VALUES (x'00')"));
+  const auto reader = OpenOrDie(folder.File("t.db"));
+  const auto pages = [&] {
+    return static_cast<int>(reader->QueryInteger("PRAGMA page_count").value());
+  };
+  const auto rows = [&] {
+    return reader->QueryInteger("SELECT count(*) FROM t WHERE length(a) > 0");
+  };
+  for (int round = 0; round < 3; ++round) {
+    // Twice, so that the second one finds nothing changed.
+    for (int again = 0; again < 2; ++again) {
+      EXPECT_THAT(rows(), IsOkAndHolds(1));
+      EXPECT_EQ(pages(), 2);
+    }
+    ASSERT_OK(writer->Execute("INSERT INTO t VALUES (zeroblob(100000))"));
+    for (int again = 0; again < 2; ++again) {
+      EXPECT_THAT(rows(), IsOkAndHolds(2));
+      EXPECT_GT(pages(), 20);
+    }
+    // Pages that the rollback takes back, written while the cache is too small.
+    ASSERT_OK(writer->Execute(
+        "PRAGMA cache_size = 1; BEGIN; INSERT INTO t VALUES "
+        "(zeroblob(1000000)); ROLLBACK; PRAGMA cache_size = -65536"));
+    for (int again = 0; again < 2; ++again) {
+      EXPECT_THAT(rows(), IsOkAndHolds(2));
+      EXPECT_LT(pages(), 40);
+    }
+    // The reader writes, too.
+    ASSERT_OK(reader->Execute("INSERT INTO t VALUES (zeroblob(200000))"));
+    EXPECT_THAT(rows(), IsOkAndHolds(3));
+    EXPECT_GT(pages(), 70);
+    ASSERT_OK(writer->Execute("DELETE FROM t WHERE length(a) > 1; VACUUM"));
+  }
+  EXPECT_THAT(rows(), IsOkAndHolds(1));
+  EXPECT_EQ(pages(), 2);
+  EXPECT_EQ(std::filesystem::file_size(folder.File("t.db")), 2 * 4096u);
 }
 
 TEST(DatabaseTest, TakesAPathLiterally) {

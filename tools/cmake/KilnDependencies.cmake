@@ -40,6 +40,12 @@ target_include_directories(kiln_sqlite3 SYSTEM INTERFACE
 target_link_libraries(kiln_sqlite3 INTERFACE
   ${KILN_SQLITE_ARCHIVE} Threads::Threads ${CMAKE_DL_LIBS} m)
 
+# Checksums of cache rows; the header holds all of it.
+find_path(KILN_XXHASH_INCLUDE xxhash.h REQUIRED)
+add_library(kiln_xxhash INTERFACE)
+add_library(kiln::xxhash ALIAS kiln_xxhash)
+target_include_directories(kiln_xxhash SYSTEM INTERFACE ${KILN_XXHASH_INCLUDE})
+
 # Ed25519 signatures of bundles; linked by the command line only.
 find_path(KILN_SODIUM_INCLUDE sodium.h REQUIRED)
 find_library(KILN_SODIUM_ARCHIVE libsodium.a REQUIRED)
