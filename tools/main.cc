@@ -150,7 +150,8 @@ int Run(int argc, char** argv) {
   app.footer(
       "Exit codes: 0 done, 1 failed, 2 usage, invalid input or a named file "
       "that is not there,\n3 incomplete (an interval has no verified winner), "
-      "4 refused (fingerprint, digest,\ntarget or policy).");
+      "4 refused (fingerprint, digest,\ntarget or policy, or what no "
+      "template serves).");
 
   kiln::GlobalOptions global;
   app.add_option("--cache", global.cache,

@@ -72,13 +72,17 @@ std::string PlanBody::Label() const {
 
 absl::Status ValidatePlan(const Plan& plan) {
   const PlanBody& body = plan.body;
+  if (plan.geometry.op != Op::kFusedMoe) {
+    return Broken(plan, absl::StrCat("is for op ", OpName(plan.geometry.op),
+                                     ", this build stores plans of fused_moe"));
+  }
   if (plan.interval.m_min < 1 || plan.interval.m_min > plan.interval.m_max) {
     return Broken(plan, absl::StrCat("interval ", plan.interval.m_min, "..",
                                      plan.interval.m_max, " is empty"));
   }
   if (body.steps.empty()) return Broken(plan, "no steps");
-  if (body.overlapped && (plan.target.backend != Backend::kCuda ||
-                          plan.target.level < 90)) {
+  if (body.overlapped &&
+      (plan.target.backend != Backend::kCuda || plan.target.level < 90)) {
     return Broken(plan, "overlapped steps need CUDA and sm_90");
   }
   if (body.arena.bytes > kArenaBytesMax ||
