@@ -184,7 +184,8 @@ int Run(int argc, char** argv) {
                    "Manifest to write (default: stdout)")
       ->type_name("FILE");
   verb->add_option("--tp", describe.tensor_parallel,
-                   "Ranks that share each expert (default 1)")
+                   "Ranks that share each expert, or each matrix of a dense "
+                   "model (default 1)")
       ->type_name("N")
       ->check(CLI::Range(1, 4096));
   verb->callback(
@@ -199,7 +200,9 @@ int Run(int argc, char** argv) {
   verb->add_option("-o,--output", prepare.output, "Folder to write into")
       ->type_name("DIR")
       ->required();
-  verb->add_option("--layer", prepare.layer, "Layer of the model, from 0")
+  verb->add_option("--layer", prepare.layer,
+                   "Layer of the model, from 0; of a dense model, the one "
+                   "behind the last is its head")
       ->type_name("N")
       ->required()
       ->check(CLI::Range(0, 1023));
