@@ -217,7 +217,8 @@ int Run(int argc, char** argv) {
       "Make an EXL3 checkpoint, or NPK-1 sidecars, from real-valued weights");
   verb->add_option("checkpoint", encode.checkpoint,
                    "Folder with config.json and safetensors files; matrices of "
-                   "routed experts in F32, F16 or BF16")
+                   "routed experts, or of a dense model's layers, in F32, F16 "
+                   "or BF16")
       ->required();
   verb->add_option("-o,--output", encode.output,
                    "Folder to write, new or empty")
@@ -226,8 +227,8 @@ int Run(int argc, char** argv) {
   verb->add_option("--format", encode.format, "exl3 or npk1 (default exl3)")
       ->type_name("NAME");
   verb->add_option("--bits", encode.bits,
-                   "Bits per weight: exl3 1..8 or gate,up,down; npk1 2..5 "
-                   "(default 4)")
+                   "Bits per weight: exl3 1..8, or of experts gate,up,down; "
+                   "npk1 2..5 (default 4)")
       ->type_name("K");
   verb->add_option("--codebook", encode.codebook,
                    "exl3: 3inst, mcg or mul1 (default mcg)")

@@ -9,7 +9,6 @@
 #include "absl/strings/strip.h"
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
-#include "templates/formats/layer_name.h"
 
 namespace kiln {
 namespace {
@@ -44,9 +43,30 @@ std::optional<absl::string_view> HeadSuffix(absl::string_view name) {
   return std::nullopt;
 }
 
-// [in, out] of a projection by config.json.
-std::pair<int64_t, int64_t> ShapeOf(const DenseConfig& config,
-                                    size_t projection) {
+}  // namespace
+
+absl::string_view DenseProjection::short_name() const {
+  return name.substr(name.rfind('.') + 1);
+}
+
+absl::StatusOr<std::optional<DenseTensorName>> ParseDenseTensorName(
+    absl::string_view name, const DenseConfig& config) {
+  const std::optional<LayerName> place = ParseLayerName(name);
+  if (!place.has_value()) return std::nullopt;
+  const auto projection = ProjectionOf(place->rest);
+  if (!projection.has_value()) return std::nullopt;
+  if (place->layer >= config.layers) {
+    return Refuse(name, absl::StrCat("belongs to layer ", place->layer,
+                                     ", config.json says ", config.layers,
+                                     " layers, numbered from 0"));
+  }
+  return DenseTensorName{.place = *place,
+                         .projection = projection->first,
+                         .suffix = projection->second};
+}
+
+std::pair<int64_t, int64_t> DenseShape(const DenseConfig& config,
+                                       size_t projection) {
   constexpr auto kBlock = static_cast<int64_t>(kHadamardBlock);
   switch (projection) {
     case 0:
@@ -62,18 +82,11 @@ std::pair<int64_t, int64_t> ShapeOf(const DenseConfig& config,
     case 6:
       return {config.intermediate, config.hidden};
     case kHeadProjection:
-      // Encoders pad the vocabulary; its end is nobody's input.
       return {config.hidden,
               (config.vocabulary + kBlock - 1) / kBlock * kBlock};
     default:
       KILN_UNREACHABLE();
   }
-}
-
-}  // namespace
-
-absl::string_view DenseProjection::short_name() const {
-  return name.substr(name.rfind('.') + 1);
 }
 
 absl::StatusOr<RequestGeometry> DenseMatrix::Geometry(int64_t ranks) const {
@@ -115,10 +128,9 @@ absl::Status DenseLayers::Add(const SafetensorsTensor& tensor) {
     return AddToExl3Group(*suffix, tensor,
                           &groups_[{config_.layers, kHeadProjection}]);
   }
-  const std::optional<LayerName> name = ParseLayerName(tensor.name);
-  const auto projection =
-      name.has_value() ? ProjectionOf(name->rest) : std::nullopt;
-  if (!projection.has_value()) {
+  ASSIGN_OR_RETURN(const std::optional<DenseTensorName> name,
+                   ParseDenseTensorName(tensor.name, config_));
+  if (!name.has_value()) {
     if (!absl::EndsWith(tensor.name, ".trellis")) return absl::OkStatus();
     return absl::FailedPreconditionError(absl::StrCat(
         "tensor ", QuoteTensorName(tensor.name),
@@ -128,21 +140,16 @@ absl::Status DenseLayers::Add(const SafetensorsTensor& tensor) {
                         absl::StrAppend(out, known.name);
                       })));
   }
-  if (name->layer >= config_.layers) {
-    return Refuse(
-        tensor.name,
-        absl::StrCat("belongs to layer ", name->layer, ", config.json says ",
-                     config_.layers, " layers, numbered from 0"));
-  }
-  const auto [prefix, inserted] = prefixes_.emplace(name->layer, name->prefix);
-  if (!inserted && prefix->second != name->prefix) {
+  const LayerName& place = name->place;
+  const auto [prefix, inserted] = prefixes_.emplace(place.layer, place.prefix);
+  if (!inserted && prefix->second != place.prefix) {
     return Refuse(
         tensor.name,
         absl::StrCat("and others of the same layer begin with \"",
                      prefix->second, "layers.\": which is meant is unclear"));
   }
-  return AddToExl3Group(projection->second, tensor,
-                        &groups_[{name->layer, projection->first}]);
+  return AddToExl3Group(name->suffix, tensor,
+                        &groups_[{place.layer, name->projection}]);
 }
 
 absl::StatusOr<DenseLayers> DenseLayers::Find(const Checkpoint& checkpoint,
@@ -198,7 +205,7 @@ absl::StatusOr<DenseMatrix> DenseLayers::Matrix(int64_t number,
   result.projection = projection;
   ASSIGN_OR_RETURN(result.matrix, CheckExl3Group(key, group->second));
   const Exl3Matrix& matrix = result.matrix;
-  const auto [in, out] = ShapeOf(config_, projection);
+  const auto [in, out] = DenseShape(config_, projection);
   if (matrix.in != in || matrix.out != out) {
     return Refuse(
         matrix.tensors.trellis->name,

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "compiler/spec/request.h"
 #include "templates/formats/checkpoint.h"
 #include "templates/formats/exl3.h"
+#include "templates/formats/layer_name.h"
 #include "templates/formats/model_config.h"
 
 namespace kiln {
@@ -44,6 +46,23 @@ inline constexpr std::array<DenseProjection, 8> kDenseProjections = {{
 }};
 // The last is not of a layer.
 inline constexpr size_t kHeadProjection = kDenseProjections.size() - 1;
+
+// Where a tensor of a projection belongs, by its name. Not the head's.
+struct DenseTensorName {
+  LayerName place;
+  size_t projection = 0;
+  absl::string_view suffix;  // "weight", "bias", or a part of an EXL3 group
+};
+
+// Nothing for any other tensor.
+//   Errors: InvalidArgument for a layer beyond the configuration's.
+absl::StatusOr<std::optional<DenseTensorName>> ParseDenseTensorName(
+    absl::string_view name, const DenseConfig& config);
+
+// [in, out] of a projection by config.json. Of the head, whose vocabulary
+// encoders pad, the output is rounded up to a multiple of 128.
+std::pair<int64_t, int64_t> DenseShape(const DenseConfig& config,
+                                       size_t projection);
 
 struct DenseMatrix {
   size_t projection = 0;  // into kDenseProjections

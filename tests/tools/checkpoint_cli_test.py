@@ -8,9 +8,10 @@ import json
 import os
 import unittest
 
-from small_checkpoint import (HAS_COMPILER, CliTest, write_btx,
+from small_checkpoint import (DENSE, HAS_COMPILER, CliTest, write_btx,
                               write_checkpoint, write_dense_checkpoint,
-                              write_qsrt, write_real_checkpoint)
+                              write_qsrt, write_real_checkpoint,
+                              write_real_dense_checkpoint)
 
 
 class CheckpointCliTest(CliTest):
@@ -203,6 +204,25 @@ class DenseCliTest(CliTest):
                           "cpu-x86-64-v2, which request \"q_proj\" is for",
                           done.stderr)
         self.assertFalse(os.path.exists(self.at("cache")))
+
+    def test_encode_makes_a_dense_checkpoint(self):
+        write_real_dense_checkpoint(self.at("real"))
+        done = self.kiln("encode", self.at("real"), "-o", self.at("encoded"),
+                         "--bits", "4,4,3", code=2)
+        self.assertIn("a dense model, whose matrices get one rate",
+                      done.stderr)
+        done = self.kiln("--json", "encode", self.at("real"), "-o",
+                         self.at("encoded"), "--bits", "5")
+        answer = json.loads(done.stdout)
+        self.assertEqual(answer["matrices"], 7)
+        self.assertAlmostEqual(answer["relative_error"], 0.00121,
+                               delta=0.00015)
+        manifest = json.loads(self.kiln("describe", self.at("encoded")).stdout)
+        self.assertEqual([r["name"] for r in manifest["requests"]],
+                         [name.split(".")[1] for name in DENSE])
+        self.assertTrue(manifest["requests"][0]["bias"])
+        self.kiln("prepare", self.at("encoded"), "-o", self.at("out"),
+                  "--layer", "0")
 
     def test_sidecars_are_not_made_of_a_dense_model(self):
         done = self.kiln("encode", self.checkpoint, "-o", self.at("npk"),

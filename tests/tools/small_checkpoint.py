@@ -163,6 +163,25 @@ def write_dense_checkpoint(folder):
     write_safetensors(os.path.join(folder, "model.safetensors"), tensors)
 
 
+def write_real_dense_checkpoint(folder):
+    """One layer of DENSE in bf16, with a bias of the queries."""
+    os.makedirs(folder)
+    write_dense_config(folder, layers=1)
+    rng = random.Random(11)
+
+    def numbers(*shape):
+        count = 1
+        for size in shape:
+            count *= size
+        return ("BF16", list(shape),
+                bfloat16([rng.gauss(0, 0.05) for _ in range(count)]))
+
+    tensors = {"model.layers.0.self_attn.q_proj.bias": numbers(512)}
+    for name, (rows, columns) in DENSE.items():
+        tensors[f"model.layers.0.{name}.weight"] = numbers(columns, rows)
+    write_safetensors(os.path.join(folder, "model.safetensors"), tensors)
+
+
 def write_config(folder, hidden=HIDDEN, intermediate=INTERMEDIATE,
                  experts=EXPERTS, layers=1, **more):
     """config.json of Qwen3-MoE, two routes for each token where it can."""
