@@ -163,7 +163,7 @@ absl::StatusOr<DType> ParseIoDType(const ObjectReader& reader) {
                             {{"bf16", DType::kBf16}, {"f16", DType::kF16}});
 }
 
-// The fields of fused_moe alone, and those before them in the file.
+// The geometry of a request for fused_moe, but for what every request has.
 absl::Status ParseFusedMoe(absl::string_view file, const ObjectReader& reader,
                            RequestGeometry* out) {
   RequestGeometry& geometry = *out;

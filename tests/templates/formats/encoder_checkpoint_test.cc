@@ -444,7 +444,7 @@ TEST(EncodeCheckpointTest, RefusesANameThatAHeaderCannotHold) {
 
 // ---- a dense model ---------------------------------------------------------
 
-constexpr testing::TestDense kDense = {
+const testing::TestDense kDense = {
     .hidden = 128, .query = 128, .key_value = 128, .intermediate = 256};
 
 // One layer of real numbers, with a bias of the keys.
