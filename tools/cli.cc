@@ -145,6 +145,7 @@ int ExitCodeOf(const absl::Status& status) {
     case absl::StatusCode::kFailedPrecondition:
     case absl::StatusCode::kDataLoss:
     case absl::StatusCode::kOutOfRange:
+    case absl::StatusCode::kUnimplemented:  // no template serves it
       return kExitRefused;
     default:
       return kExitFailed;

@@ -31,7 +31,8 @@ enum ExitCode {
   kExitUsage = 2,       // also: a named file or folder is not there, or is a
                         // folder where a file is meant
   kExitIncomplete = 3,  // some interval has no verified winner
-  kExitRefused = 4,     // fingerprint, digest, target or policy
+  kExitRefused = 4,     // fingerprint, digest, target or policy, or what no
+                        // template serves
 };
 
 // Options before the verb.

@@ -102,23 +102,15 @@ absl::StatusOr<int> RunPlan(const GlobalOptions& global,
   ASSIGN_OR_RETURN(const PrewarmOptions options,
                    MakePrewarmOptions(global, command));
   ASSIGN_OR_RETURN(PlanCache cache, OpenCacheToRead(global));
-  ASSIGN_OR_RETURN(const std::vector<PlannedRequest> requests,
-                   Canonicalize(manifest, options.capacity_max));
-  std::vector<TargetContext> contexts;
-  for (const Target& target : options.targets) {
-    ASSIGN_OR_RETURN(TargetContext context,
-                     ResolveTarget(target, options, &cache));
-    contexts.push_back(std::move(context));
-  }
-  ASSIGN_OR_RETURN(const std::vector<ResolvedInterval> intervals,
-                   ResolveIntervals(requests, contexts, options));
+  ASSIGN_OR_RETURN(const ResolvedManifest resolved_manifest,
+                   ResolveManifest(manifest, options, &cache));
   Json out;
   out["model"] = manifest.name;
   out["intervals"] = Json::array();
-  for (const ResolvedInterval& resolved : intervals) {
+  for (const ResolvedInterval& resolved : resolved_manifest.intervals) {
     ASSIGN_OR_RETURN(const IntervalPlan plan,
                      resolved.planner->Plan(resolved.interval));
-    const Target& target = contexts[resolved.context].target;
+    const Target& target = resolved_manifest.contexts[resolved.context].target;
     if (global.json) {
       out["intervals"].push_back(ToJson(resolved, plan, target));
     } else {

@@ -190,6 +190,8 @@ absl::StatusOr<int> RunPrewarm(const GlobalOptions& global,
   if (!command.shard.empty()) {
     RETURN_IF_ERROR(ParseShard(command.shard, &options));
   }
+  // Before there is a cache: what cannot be served changes nothing.
+  RETURN_IF_ERROR(CheckOpsServed(manifest, options.targets));
   ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
   const std::unique_ptr<ProgressSink> progress = MakeProgress();
   ASSIGN_OR_RETURN(const PrewarmReport report,

@@ -150,7 +150,8 @@ int Run(int argc, char** argv) {
   app.footer(
       "Exit codes: 0 done, 1 failed, 2 usage, invalid input or a named file "
       "that is not there,\n3 incomplete (an interval has no verified winner), "
-      "4 refused (fingerprint, digest,\ntarget or policy).");
+      "4 refused (fingerprint, digest,\ntarget or policy, or what no "
+      "template serves).");
 
   kiln::GlobalOptions global;
   app.add_option("--cache", global.cache,
@@ -183,7 +184,8 @@ int Run(int argc, char** argv) {
                    "Manifest to write (default: stdout)")
       ->type_name("FILE");
   verb->add_option("--tp", describe.tensor_parallel,
-                   "Ranks that share each expert (default 1)")
+                   "Ranks that share each expert, or each matrix of a dense "
+                   "model (default 1)")
       ->type_name("N")
       ->check(CLI::Range(1, 4096));
   verb->callback(
@@ -198,7 +200,9 @@ int Run(int argc, char** argv) {
   verb->add_option("-o,--output", prepare.output, "Folder to write into")
       ->type_name("DIR")
       ->required();
-  verb->add_option("--layer", prepare.layer, "Layer of the model, from 0")
+  verb->add_option("--layer", prepare.layer,
+                   "Layer of the model, from 0; of a dense model, the one "
+                   "behind the last is its head")
       ->type_name("N")
       ->required()
       ->check(CLI::Range(0, 1023));
@@ -213,7 +217,8 @@ int Run(int argc, char** argv) {
       "Make an EXL3 checkpoint, or NPK-1 sidecars, from real-valued weights");
   verb->add_option("checkpoint", encode.checkpoint,
                    "Folder with config.json and safetensors files; matrices of "
-                   "routed experts in F32, F16 or BF16")
+                   "routed experts, or of a dense model's layers, in F32, F16 "
+                   "or BF16")
       ->required();
   verb->add_option("-o,--output", encode.output,
                    "Folder to write, new or empty")
@@ -222,8 +227,8 @@ int Run(int argc, char** argv) {
   verb->add_option("--format", encode.format, "exl3 or npk1 (default exl3)")
       ->type_name("NAME");
   verb->add_option("--bits", encode.bits,
-                   "Bits per weight: exl3 1..8 or gate,up,down; npk1 2..5 "
-                   "(default 4)")
+                   "Bits per weight: exl3 1..8, or of experts gate,up,down; "
+                   "npk1 2..5 (default 4)")
       ->type_name("K");
   verb->add_option("--codebook", encode.codebook,
                    "exl3: 3inst, mcg or mul1 (default mcg)")

@@ -42,6 +42,8 @@ std::vector<BufferFill> BuffersOf(const RequestGeometry& geometry) {
   switch (geometry.op) {
     case Op::kFusedMoe:
       return FusedMoeBuffers(geometry);
+    case Op::kLinear:
+      break;
   }
   return {};
 }
@@ -212,17 +214,10 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
                                     const PrewarmOptions& options,
                                     const FreezePolicy& policy,
                                     PlanCache* cache) {
-  ASSIGN_OR_RETURN(const std::vector<PlannedRequest> requests,
-                   Canonicalize(manifest, options.capacity_max));
-  std::vector<TargetContext> contexts;
-  for (const Target& target : options.targets) {
-    ASSIGN_OR_RETURN(TargetContext context,
-                     ResolveTarget(target, options, cache));
-    contexts.push_back(std::move(context));
-  }
-  ASSIGN_OR_RETURN(const std::vector<ResolvedInterval> intervals,
-                   ResolveIntervals(requests, contexts, options));
-
+  ASSIGN_OR_RETURN(const ResolvedManifest resolved_manifest,
+                   ResolveManifest(manifest, options, cache));
+  const std::vector<TargetContext>& contexts = resolved_manifest.contexts;
+  const std::vector<ResolvedInterval>& intervals = resolved_manifest.intervals;
   ASSIGN_OR_RETURN(
       const std::vector<StoredPlan> stored,
       FindStoredPlans(intervals, contexts, !options.compile_only, cache));

@@ -55,6 +55,22 @@ int DefaultCandidatesMax(Backend backend) {
   KILN_UNREACHABLE();
 }
 
+absl::Status CheckOpsServed(const Manifest& manifest,
+                            const std::vector<Target>& targets) {
+  for (const Request& request : manifest.requests) {
+    const Op op = request.geometry.op;
+    for (const Target& target : targets) {
+      if (!TemplatesFor(op, target.backend).empty()) continue;
+      return absl::UnimplementedError(absl::StrCat(
+          "no template of this build serves op ", OpName(op), " on ",
+          target.ToString(), ", which request \"", request.name,
+          "\" is for; take such requests out of the manifest, or use a build "
+          "that has a template for them"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 Planner::Planner(const RequestGeometry& geometry, const DeviceProfile& device,
                  const Toolchain& toolchain, const PlannerOptions& options)
     : geometry_(geometry), device_(device), numerics_(options.numerics) {

@@ -12,11 +12,14 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "compiler/spec/kernel_template.h"
+#include "compiler/spec/manifest.h"
 #include "compiler/spec/plan.h"
 #include "compiler/spec/plan_key.h"
 #include "compiler/spec/program.h"
+#include "compiler/spec/target.h"
 #include "tuner/ceilings.h"
 
 namespace kiln {
@@ -64,6 +67,11 @@ struct PlannerOptions {
   // The numerics class that an interval keeps; empty or absent: any.
   std::map<Interval, std::string> numerics = {};
 };
+
+// Whether this build has templates for the ops of all requests on all targets.
+//   Errors: Unimplemented, naming the first request that it has none for.
+absl::Status CheckOpsServed(const Manifest& manifest,
+                            const std::vector<Target>& targets);
 
 // Plans intervals of one geometry on one device. Program keys are computed once
 // per assignment and shared by all intervals. Not thread-safe.

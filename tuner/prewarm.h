@@ -204,7 +204,8 @@ struct ResolvedManifest {
   std::vector<ResolvedInterval> intervals;
 };
 
-// Canonicalize, ResolveTarget for each target, ResolveIntervals.
+// CheckOpsServed, Canonicalize, ResolveTarget for each target,
+// ResolveIntervals.
 absl::StatusOr<ResolvedManifest> ResolveManifest(const Manifest& manifest,
                                                  const PrewarmOptions& options,
                                                  PlanCache* cache);
@@ -212,6 +213,8 @@ absl::StatusOr<ResolvedManifest> ResolveManifest(const Manifest& manifest,
 // Runs all stages. An interval without a winner is no error: see
 // PrewarmReport::complete. A cache whose file is damaged is repaired once, with
 // a note.
+//   Errors: Unimplemented, before the cache is touched, for a request of an op
+//   that no template serves.
 absl::StatusOr<PrewarmReport> Prewarm(const Manifest& manifest,
                                       const PrewarmOptions& options,
                                       PlanCache* cache, ProgressSink* progress);

@@ -14,6 +14,8 @@
 namespace kiln {
 namespace {
 
+using Json = nlohmann::ordered_json;
+
 constexpr absl::string_view kSchema = "kiln.model/1";
 
 // Text for people. With `ascii` also a key in a bundle, whose strings are
@@ -49,11 +51,12 @@ absl::StatusOr<int64_t> ParseChannels(const ObjectReader& reader,
                        "must be a multiple of 128 (the Hadamard block)");
 }
 
+// K of every EXL3 codebook; see the format's rate table.
+constexpr int64_t kBitsMin = 1;
+constexpr int64_t kBitsMax = 8;
+
 absl::StatusOr<Bits> ParseBits(absl::string_view file,
                                const ObjectReader& weights) {
-  // K of every EXL3 codebook; see the format's rate table.
-  constexpr int64_t kBitsMin = 1;
-  constexpr int64_t kBitsMax = 8;
   const JsonNode* node = weights.Optional("bits");
   if (node != nullptr && node->kind == JsonNode::Kind::kObject) {
     const ObjectReader reader(file, *node, "\"bits\"");
@@ -74,10 +77,8 @@ absl::StatusOr<Bits> ParseBits(absl::string_view file,
   return Bits{.gate = bits, .up = bits, .down = bits};
 }
 
-absl::StatusOr<Weights> ParseWeights(absl::string_view file,
-                                     const JsonNode& node) {
-  const ObjectReader reader(file, node, "\"weights\"");
-  RETURN_IF_ERROR(reader.CheckKeys({"format", "codebook", "bits", "scales"}));
+// What the weights of every op have.
+absl::StatusOr<Weights> ParseFormat(const ObjectReader& reader) {
   Weights weights;
   ASSIGN_OR_RETURN(
       weights.format,
@@ -87,6 +88,14 @@ absl::StatusOr<Weights> ParseWeights(absl::string_view file,
       reader.Word<Codebook>("codebook", {{"3inst", Codebook::k3Inst},
                                          {"mcg", Codebook::kMcg},
                                          {"mul1", Codebook::kMul1}}));
+  return weights;
+}
+
+absl::StatusOr<Weights> ParseMoeWeights(absl::string_view file,
+                                        const JsonNode& node) {
+  const ObjectReader reader(file, node, "\"weights\"");
+  RETURN_IF_ERROR(reader.CheckKeys({"format", "codebook", "bits", "scales"}));
+  ASSIGN_OR_RETURN(Weights weights, ParseFormat(reader));
   ASSIGN_OR_RETURN(weights.bits, ParseBits(file, reader));
   if (reader.Optional("scales") != nullptr) {
     ASSIGN_OR_RETURN(
@@ -149,19 +158,15 @@ absl::StatusOr<std::vector<uint32_t>> ParseCapacities(
   return capacities;
 }
 
-absl::StatusOr<Request> ParseRequest(absl::string_view file,
-                                     const JsonNode& node) {
-  const ObjectReader reader(file, node, "request");
-  RETURN_IF_ERROR(reader.CheckKeys(
-      {"name", "op", "layers", "hidden", "intermediate", "experts", "top_k",
-       "activation", "io_dtype", "id_dtype", "weights", "recipe", "capacities",
-       "deterministic"}));
-  Request request;
-  RequestGeometry& geometry = request.geometry;
-  ASSIGN_OR_RETURN(request.name, ParseName(reader, true));
-  ASSIGN_OR_RETURN(geometry.op,
-                   reader.Word<Op>("op", {{"fused_moe", Op::kFusedMoe}}));
-  ASSIGN_OR_RETURN(request.layers, ParseLayers(reader));
+absl::StatusOr<DType> ParseIoDType(const ObjectReader& reader) {
+  return reader.Word<DType>("io_dtype",
+                            {{"bf16", DType::kBf16}, {"f16", DType::kF16}});
+}
+
+// The geometry of a request for fused_moe, but for what every request has.
+absl::Status ParseFusedMoe(absl::string_view file, const ObjectReader& reader,
+                           RequestGeometry* out) {
+  RequestGeometry& geometry = *out;
   ASSIGN_OR_RETURN(geometry.hidden,
                    ParseChannels(reader, "hidden", kHiddenMax));
   ASSIGN_OR_RETURN(geometry.intermediate,
@@ -170,22 +175,76 @@ absl::StatusOr<Request> ParseRequest(absl::string_view file,
   ASSIGN_OR_RETURN(geometry.top_k, reader.Integer("top_k", 1, kTopKMax));
   if (geometry.top_k > geometry.experts) {
     return reader.Error(
-        *node.Find("top_k"),
+        *reader.Optional("top_k"),
         absl::StrCat("\"top_k\" is ", geometry.top_k,
                      ", must be at most \"experts\" (", geometry.experts, ")"));
   }
   ASSIGN_OR_RETURN(
       geometry.activation,
       reader.Word<Activation>("activation", {{"silu", Activation::kSilu}}));
-  ASSIGN_OR_RETURN(geometry.io_dtype,
-                   reader.Word<DType>("io_dtype", {{"bf16", DType::kBf16},
-                                                   {"f16", DType::kF16}}));
+  ASSIGN_OR_RETURN(geometry.io_dtype, ParseIoDType(reader));
   ASSIGN_OR_RETURN(geometry.id_dtype,
                    reader.Word<DType>("id_dtype", {{"i32", DType::kI32},
                                                    {"i64", DType::kI64}}));
   ASSIGN_OR_RETURN(const JsonNode* weights,
                    reader.Required("weights", JsonNode::Kind::kObject));
-  ASSIGN_OR_RETURN(geometry.weights, ParseWeights(file, *weights));
+  ASSIGN_OR_RETURN(geometry.weights, ParseMoeWeights(file, *weights));
+  return absl::OkStatus();
+}
+
+// The same of linear.
+absl::Status ParseLinear(absl::string_view file, const ObjectReader& reader,
+                         RequestGeometry* out) {
+  LinearShape& shape = out->linear;
+  ASSIGN_OR_RETURN(shape.in_features,
+                   ParseChannels(reader, "in_features", kFeaturesMax));
+  ASSIGN_OR_RETURN(shape.out_features,
+                   ParseChannels(reader, "out_features", kFeaturesMax));
+  if (reader.Optional("bias") != nullptr) {
+    ASSIGN_OR_RETURN(shape.bias, reader.Bool("bias"));
+  }
+  ASSIGN_OR_RETURN(out->io_dtype, ParseIoDType(reader));
+  ASSIGN_OR_RETURN(const JsonNode* node,
+                   reader.Required("weights", JsonNode::Kind::kObject));
+  const ObjectReader weights(file, *node, "\"weights\"");
+  RETURN_IF_ERROR(weights.CheckKeys({"format", "codebook", "bits"}));
+  ASSIGN_OR_RETURN(out->weights, ParseFormat(weights));
+  ASSIGN_OR_RETURN(const int64_t bits,
+                   weights.Integer("bits", kBitsMin, kBitsMax));
+  shape.bits = static_cast<int>(bits);
+  return absl::OkStatus();
+}
+
+// Which keys a request has depends on its op; one that does not say it is held
+// against those of fused_moe.
+absl::Status CheckRequestKeys(const ObjectReader& reader) {
+  const JsonNode* op = reader.Optional("op");
+  if (op != nullptr && op->kind == JsonNode::Kind::kString &&
+      op->text == OpName(Op::kLinear)) {
+    return reader.CheckKeys({"name", "op", "layers", "in_features",
+                             "out_features", "bias", "io_dtype", "weights",
+                             "recipe", "capacities", "deterministic"});
+  }
+  return reader.CheckKeys({"name", "op", "layers", "hidden", "intermediate",
+                           "experts", "top_k", "activation", "io_dtype",
+                           "id_dtype", "weights", "recipe", "capacities",
+                           "deterministic"});
+}
+
+absl::StatusOr<Request> ParseRequest(absl::string_view file,
+                                     const JsonNode& node) {
+  const ObjectReader reader(file, node, "request");
+  RETURN_IF_ERROR(CheckRequestKeys(reader));
+  Request request;
+  RequestGeometry& geometry = request.geometry;
+  ASSIGN_OR_RETURN(request.name, ParseName(reader, true));
+  ASSIGN_OR_RETURN(geometry.op,
+                   reader.Word<Op>("op", {{"fused_moe", Op::kFusedMoe},
+                                          {"linear", Op::kLinear}}));
+  ASSIGN_OR_RETURN(request.layers, ParseLayers(reader));
+  RETURN_IF_ERROR(geometry.op == Op::kLinear
+                      ? ParseLinear(file, reader, &geometry)
+                      : ParseFusedMoe(file, reader, &geometry));
   ASSIGN_OR_RETURN(geometry.recipe,
                    reader.Word<Recipe>("recipe", {{"w4a16", Recipe::kW4A16}}));
   ASSIGN_OR_RETURN(request.capacities, ParseCapacities(reader));
@@ -193,6 +252,38 @@ absl::StatusOr<Request> ParseRequest(absl::string_view file,
     ASSIGN_OR_RETURN(geometry.deterministic, reader.Bool("deterministic"));
   }
   return request;
+}
+
+Json FormatToJson(const Weights& weights) {
+  return {{"format", std::string(WeightFormatName(weights.format))},
+          {"codebook", std::string(CodebookName(weights.codebook))}};
+}
+
+void FusedMoeToJson(const RequestGeometry& geometry, Json* request) {
+  const Weights& weights = geometry.weights;
+  Json& out = *request;
+  out["hidden"] = geometry.hidden;
+  out["intermediate"] = geometry.intermediate;
+  out["experts"] = geometry.experts;
+  out["top_k"] = geometry.top_k;
+  out["activation"] = std::string(ActivationName(geometry.activation));
+  out["io_dtype"] = std::string(DTypeName(geometry.io_dtype));
+  out["id_dtype"] = std::string(DTypeName(geometry.id_dtype));
+  Json& json_weights = out["weights"] = FormatToJson(weights);
+  json_weights["bits"] = {{"gate", weights.bits.gate},
+                          {"up", weights.bits.up},
+                          {"down", weights.bits.down}};
+  json_weights["scales"] = weights.shared_scales ? "shared" : "per_expert";
+}
+
+void LinearToJson(const RequestGeometry& geometry, Json* request) {
+  Json& out = *request;
+  out["in_features"] = geometry.linear.in_features;
+  out["out_features"] = geometry.linear.out_features;
+  out["bias"] = geometry.linear.bias;
+  out["io_dtype"] = std::string(DTypeName(geometry.io_dtype));
+  Json& weights = out["weights"] = FormatToJson(geometry.weights);
+  weights["bits"] = geometry.linear.bits;
 }
 
 }  // namespace
@@ -242,32 +333,24 @@ absl::StatusOr<Manifest> ReadManifest(const std::string& path) {
 }
 
 std::string ManifestToJson(const Manifest& manifest) {
-  using Json = nlohmann::ordered_json;
   Json root;
   root["schema"] = std::string(kSchema);
   root["name"] = manifest.name;
   root["requests"] = Json::array();
   for (const Request& request : manifest.requests) {
     const RequestGeometry& geometry = request.geometry;
-    const Weights& weights = geometry.weights;
     Json out;
     out["name"] = request.name;
     out["op"] = std::string(OpName(geometry.op));
     out["layers"] = request.layers;
-    out["hidden"] = geometry.hidden;
-    out["intermediate"] = geometry.intermediate;
-    out["experts"] = geometry.experts;
-    out["top_k"] = geometry.top_k;
-    out["activation"] = std::string(ActivationName(geometry.activation));
-    out["io_dtype"] = std::string(DTypeName(geometry.io_dtype));
-    out["id_dtype"] = std::string(DTypeName(geometry.id_dtype));
-    Json& json_weights = out["weights"];
-    json_weights["format"] = std::string(WeightFormatName(weights.format));
-    json_weights["codebook"] = std::string(CodebookName(weights.codebook));
-    json_weights["bits"] = {{"gate", weights.bits.gate},
-                            {"up", weights.bits.up},
-                            {"down", weights.bits.down}};
-    json_weights["scales"] = weights.shared_scales ? "shared" : "per_expert";
+    switch (geometry.op) {
+      case Op::kFusedMoe:
+        FusedMoeToJson(geometry, &out);
+        break;
+      case Op::kLinear:
+        LinearToJson(geometry, &out);
+        break;
+    }
     out["recipe"] = std::string(RecipeName(geometry.recipe));
     out["capacities"] = request.capacities;
     out["deterministic"] = geometry.deterministic;

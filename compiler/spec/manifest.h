@@ -18,6 +18,7 @@ namespace kiln {
 inline constexpr uint64_t kManifestBytesMax = 4u << 20;
 inline constexpr int64_t kHiddenMax = 65536;
 inline constexpr int64_t kIntermediateMax = 262144;
+inline constexpr int64_t kFeaturesMax = 1048576;
 inline constexpr int64_t kExpertsMax = 1024;
 inline constexpr int64_t kTopKMax = 32;
 inline constexpr int64_t kLayersMax = 1024;

@@ -9,6 +9,8 @@ absl::string_view OpName(Op op) {
   switch (op) {
     case Op::kFusedMoe:
       return "fused_moe";
+    case Op::kLinear:
+      return "linear";
   }
   KILN_UNREACHABLE();
 }
@@ -49,28 +51,67 @@ absl::string_view RecipeName(Recipe recipe) {
   KILN_UNREACHABLE();
 }
 
-void RequestGeometry::Encode(CanonicalEncoder* encoder) const {
-  encoder->Begin("request")
-      .Text("op", OpName(op))
-      .Number("hidden", hidden)
-      .Number("intermediate", intermediate)
-      .Number("experts", experts)
-      .Number("top_k", top_k)
-      .Text("activation", ActivationName(activation))
-      .Text("io_dtype", DTypeName(io_dtype))
-      .Text("id_dtype", DTypeName(id_dtype))
+namespace {
+
+void EncodeFusedMoe(const RequestGeometry& geometry,
+                    CanonicalEncoder* encoder) {
+  const Weights& weights = geometry.weights;
+  encoder->Number("hidden", geometry.hidden)
+      .Number("intermediate", geometry.intermediate)
+      .Number("experts", geometry.experts)
+      .Number("top_k", geometry.top_k)
+      .Text("activation", ActivationName(geometry.activation))
+      .Text("io_dtype", DTypeName(geometry.io_dtype))
+      .Text("id_dtype", DTypeName(geometry.id_dtype))
       .Text("format", WeightFormatName(weights.format))
       .Text("codebook", CodebookName(weights.codebook))
       .Number("bits_gate", weights.bits.gate)
       .Number("bits_up", weights.bits.up)
       .Number("bits_down", weights.bits.down)
-      .Flag("shared_scales", weights.shared_scales)
-      .Text("recipe", RecipeName(recipe))
+      .Flag("shared_scales", weights.shared_scales);
+}
+
+void EncodeLinear(const RequestGeometry& geometry, CanonicalEncoder* encoder) {
+  const LinearShape& shape = geometry.linear;
+  encoder->Number("in_features", shape.in_features)
+      .Number("out_features", shape.out_features)
+      .Flag("bias", shape.bias)
+      .Text("io_dtype", DTypeName(geometry.io_dtype))
+      .Text("format", WeightFormatName(geometry.weights.format))
+      .Text("codebook", CodebookName(geometry.weights.codebook))
+      .Number("bits", shape.bits);
+}
+
+std::string LinearToString(const RequestGeometry& geometry) {
+  const LinearShape& shape = geometry.linear;
+  return absl::StrCat(OpName(geometry.op), " [", shape.in_features, ", ",
+                      shape.out_features, "] ",
+                      WeightFormatName(geometry.weights.format), "-",
+                      CodebookName(geometry.weights.codebook), " K", shape.bits,
+                      " ", RecipeName(geometry.recipe), " ",
+                      DTypeName(geometry.io_dtype), shape.bias ? " bias" : "",
+                      geometry.deterministic ? " deterministic" : "");
+}
+
+}  // namespace
+
+void RequestGeometry::Encode(CanonicalEncoder* encoder) const {
+  encoder->Begin("request").Text("op", OpName(op));
+  switch (op) {
+    case Op::kFusedMoe:
+      EncodeFusedMoe(*this, encoder);
+      break;
+    case Op::kLinear:
+      EncodeLinear(*this, encoder);
+      break;
+  }
+  encoder->Text("recipe", RecipeName(recipe))
       .Flag("deterministic", deterministic)
       .End();
 }
 
 std::string RequestGeometry::ToString() const {
+  if (op == Op::kLinear) return LinearToString(*this);
   const Bits& bits = weights.bits;
   const std::string rate =
       bits.gate == bits.up && bits.up == bits.down

@@ -15,14 +15,14 @@
 
 namespace kiln {
 
-enum class Op { kFusedMoe };
+enum class Op { kFusedMoe, kLinear };
 enum class Activation { kSilu };
 enum class WeightFormat { kExl3 };
 enum class Codebook { k3Inst, kMcg, kMul1 };
 enum class Recipe { kW4A16 };
 
-// The spellings of the manifest: "fused_moe", "silu", "exl3", "3inst", "mcg",
-// "mul1", "w4a16".
+// The spellings of the manifest: "fused_moe", "linear", "silu", "exl3",
+// "3inst", "mcg", "mul1", "w4a16".
 absl::string_view OpName(Op op);
 absl::string_view ActivationName(Activation activation);
 absl::string_view WeightFormatName(WeightFormat format);
@@ -47,6 +47,15 @@ struct Weights {
   auto operator<=>(const Weights&) const = default;
 };
 
+// The matrix of a request for linear: y = x W + bias, W [in][out].
+struct LinearShape {
+  int64_t in_features = 0;   // multiple of 128
+  int64_t out_features = 0;  // multiple of 128
+  int bits = 0;              // per weight, 1..8
+  bool bias = false;         // whether there is one
+  auto operator<=>(const LinearShape&) const = default;
+};
+
 // Token counts (previous capacity, capacity], both ends inclusive here.
 struct Interval {
   uint32_t m_min = 1;
@@ -55,27 +64,35 @@ struct Interval {
 };
 
 // What identifies a request: everything but its name, its layers and its
-// capacities. Two requests with equal geometry share plans.
+// capacities. Two requests with equal geometry share plans. What belongs to
+// another op has no meaning: sizes of it are 0, so that code that knows one op
+// only finds nothing to misread.
 struct RequestGeometry {
   Op op = Op::kFusedMoe;
+  // Of fused_moe.
   int64_t hidden = 0;        // H, multiple of 128
   int64_t intermediate = 0;  // I, multiple of 128
   int64_t experts = 0;       // E
   int64_t top_k = 0;
   Activation activation = Activation::kSilu;
+  // Of every op, but for id_dtype; of the weights, linear has format and
+  // codebook alone.
   DType io_dtype = DType::kBf16;  // of x; the output is f32
   DType id_dtype = DType::kI32;   // of topk_ids
   Weights weights;
   Recipe recipe = Recipe::kW4A16;
   // True when only candidates with bit-identical repeats are legal.
   bool deterministic = false;
+  LinearShape linear;  // of linear
 
   auto operator<=>(const RequestGeometry&) const = default;
 
-  // Adds every field to a key. Shared by all digests that contain a request.
+  // Adds every field of the op to a key. Shared by all digests that contain a
+  // request.
   void Encode(CanonicalEncoder* encoder) const;
   // One line for people, for example
-  // "fused_moe H2048 I768 E128 k8 exl3-mcg K4 silu w4a16 bf16 i32".
+  // "fused_moe H2048 I768 E128 k8 exl3-mcg K4 silu w4a16 bf16 i32" or
+  // "linear [4096, 1024] exl3-mcg K4 w4a16 bf16 bias".
   std::string ToString() const;
 };
 

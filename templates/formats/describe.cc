@@ -5,6 +5,7 @@
 #include <optional>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -15,6 +16,8 @@
 #include "compiler/base/status_macros.h"
 #include "templates/formats/btx_layer.h"
 #include "templates/formats/checkpoint.h"
+#include "templates/formats/dense_layers.h"
+#include "templates/formats/exl3.h"
 #include "templates/formats/qsrt_layer.h"
 #include "templates/formats/routed_experts.h"
 
@@ -50,10 +53,44 @@ absl::StatusOr<std::string> ReadConfigText(const std::string& folder) {
   return ReadFile(ConfigPath(folder), kModelConfigBytesMax);
 }
 
+// Layers that have the same geometry share a request, in the order of their
+// first layers.
+class RequestGroups {
+ public:
+  // Requests are named `name`, `name`-1, ...
+  explicit RequestGroups(absl::string_view name) : name_(name) {}
+
+  void Add(const RequestGeometry& geometry, int64_t layer) {
+    const auto [position, inserted] =
+        positions_.emplace(geometry, requests_.size());
+    if (inserted) {
+      Request& request = requests_.emplace_back();
+      request.name = name_;
+      if (position->second > 0) {
+        absl::StrAppend(&request.name, "-", position->second);
+      }
+      request.geometry = geometry;
+      request.capacities = Capacities();
+    }
+    requests_[position->second].layers.push_back(layer);
+  }
+
+  const std::vector<Request>& requests() const { return requests_; }
+
+ private:
+  std::string name_;
+  std::vector<Request> requests_;
+  std::map<RequestGeometry, size_t> positions_;
+};
+
 // Requests of the checkpoint's layers, without the folder in messages.
-absl::StatusOr<std::vector<Request>> MakeRequests(const Checkpoint& checkpoint,
-                                                  const ModelConfig& config,
-                                                  int64_t intermediate) {
+absl::StatusOr<std::vector<Request>> MoeRequests(const Checkpoint& checkpoint,
+                                                 const ModelConfig& config,
+                                                 int64_t ranks) {
+  RequestGeometry geometry;
+  ASSIGN_OR_RETURN(
+      geometry.intermediate,
+      ChannelsPerRank("intermediate size", config.intermediate, ranks));
   ASSIGN_OR_RETURN(const RoutedExperts experts,
                    RoutedExperts::Find(checkpoint, config));
   std::vector<int64_t> layers = config.moe_layers;
@@ -62,31 +99,42 @@ absl::StatusOr<std::vector<Request>> MakeRequests(const Checkpoint& checkpoint,
       layers.push_back(layer);  // one of the extra layers, which come last
     }
   }
-  RequestGeometry geometry;
   geometry.hidden = config.hidden;
-  geometry.intermediate = intermediate;
   geometry.experts = config.experts;
   geometry.top_k = config.top_k;
   geometry.io_dtype = config.io_dtype;
-  const std::vector<uint32_t> capacities = Capacities();
-  std::vector<Request> requests;
-  std::map<RequestGeometry, size_t> positions;
+  RequestGroups groups("moe");
   for (const int64_t layer : layers) {
     ASSIGN_OR_RETURN(const RoutedLayer routed, experts.Layer(layer));
     geometry.weights.codebook = routed.codebook;
     geometry.weights.bits = routed.bits;
-    const auto [position, inserted] =
-        positions.emplace(geometry, requests.size());
-    if (inserted) {
-      Request& request = requests.emplace_back();
-      request.name = "moe";
-      if (position->second > 0) {
-        absl::StrAppend(&request.name, "-", position->second);
-      }
-      request.geometry = geometry;
-      request.capacities = capacities;
+    groups.Add(geometry, layer);
+  }
+  return groups.requests();
+}
+
+// The same of a dense model.
+absl::StatusOr<std::vector<Request>> LinearRequests(
+    const Checkpoint& checkpoint, const DenseConfig& config, int64_t ranks) {
+  ASSIGN_OR_RETURN(const DenseLayers layers,
+                   DenseLayers::Find(checkpoint, config));
+  std::vector<RequestGroups> groups;
+  for (const DenseProjection& projection : kDenseProjections) {
+    groups.emplace_back(projection.short_name());
+  }
+  for (const int64_t number : layers.Numbers()) {
+    ASSIGN_OR_RETURN(const std::vector<DenseMatrix> matrices,
+                     layers.Layer(number));
+    for (const DenseMatrix& matrix : matrices) {
+      ASSIGN_OR_RETURN(RequestGeometry geometry, matrix.Geometry(ranks));
+      geometry.io_dtype = config.io_dtype;
+      groups[matrix.projection].Add(geometry, number);
     }
-    requests[position->second].layers.push_back(layer);
+  }
+  std::vector<Request> requests;
+  for (const RequestGroups& group : groups) {
+    requests.insert(requests.end(), group.requests().begin(),
+                    group.requests().end());
   }
   return requests;
 }
@@ -139,17 +187,14 @@ absl::Status AddFirstTensor(const absl::Status& refusal,
 
 absl::StatusOr<std::vector<Request>> DescribeExl3(const std::string& folder,
                                                   int64_t ranks) {
-  ASSIGN_OR_RETURN(const std::string text, ReadConfigText(folder));
-  const absl::StatusOr<ModelConfig> parsed =
-      ParseModelConfig(text, ConfigPath(folder));
-  if (!parsed.ok()) return AddFirstTensor(parsed.status(), folder);
-  const ModelConfig& config = *parsed;
-  absl::StatusOr<int64_t> intermediate =
-      IntermediatePerRank(config.intermediate, ranks);
-  if (!intermediate.ok()) return Annotate(intermediate.status(), folder);
+  const absl::StatusOr<AnyModelConfig> config = ReadAnyModelConfig(folder);
+  if (!config.ok()) return AddFirstTensor(config.status(), folder);
   ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::Open(folder));
+  const auto* dense = std::get_if<DenseConfig>(&*config);
   absl::StatusOr<std::vector<Request>> requests =
-      MakeRequests(checkpoint, config, *intermediate);
+      dense != nullptr
+          ? LinearRequests(checkpoint, *dense, ranks)
+          : MoeRequests(checkpoint, std::get<ModelConfig>(*config), ranks);
   if (!requests.ok()) return Annotate(requests.status(), folder);
   return requests;
 }
@@ -196,7 +241,9 @@ absl::StatusOr<std::vector<Request>> DescribeBtx(const std::string& folder,
                                                  int64_t ranks) {
   ASSIGN_OR_RETURN(const BtxManifest manifest, ReadBtxManifest(folder));
   RETURN_IF_ERROR(Annotate(
-      IntermediatePerRank(manifest.intermediate, ranks).status(), folder));
+      ChannelsPerRank("intermediate size", manifest.intermediate, ranks)
+          .status(),
+      folder));
   std::string first_path;
   for (const auto& [number, entry] : manifest.layers) {
     ASSIGN_OR_RETURN(const BtxLayer layer,
@@ -253,31 +300,15 @@ absl::StatusOr<std::vector<Request>> DescribeLayers(const std::string& folder,
 
 }  // namespace
 
+absl::StatusOr<AnyModelConfig> ReadAnyModelConfig(const std::string& folder) {
+  ASSIGN_OR_RETURN(const std::string text, ReadConfigText(folder));
+  return ParseAnyModelConfig(text, ConfigPath(folder));
+}
+
 absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& folder,
                                             Quantization quantization) {
   ASSIGN_OR_RETURN(const std::string text, ReadConfigText(folder));
   return ParseModelConfig(text, ConfigPath(folder), quantization);
-}
-
-absl::StatusOr<int64_t> IntermediatePerRank(int64_t intermediate,
-                                            int64_t ranks) {
-  constexpr auto kBlock = static_cast<int64_t>(kHadamardBlock);
-  if (intermediate % kBlock != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("intermediate size ", intermediate,
-                     " is not a multiple of 128 (the Hadamard block)"));
-  }
-  const int64_t blocks = intermediate / kBlock;
-  if (ranks >= 1 && blocks % ranks == 0) return intermediate / ranks;
-  std::vector<int64_t> possible;
-  for (int64_t n = 1; n <= blocks; ++n) {
-    if (blocks % n == 0) possible.push_back(n);
-  }
-  return absl::InvalidArgumentError(absl::StrCat(
-      "intermediate size ", intermediate, " cannot be split over ", ranks,
-      " ranks: each needs the same multiple of 128 channels (the Hadamard "
-      "block); possible: ",
-      absl::StrJoin(possible, ", ")));
 }
 
 absl::StatusOr<Manifest> DescribeCheckpoint(const std::string& folder,

@@ -2,13 +2,16 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <variant>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "compiler/base/as_text.h"
 #include "compiler/base/check.h"
@@ -18,6 +21,7 @@
 #include "compiler/spec/json_reader.h"
 #include "device/half.h"
 #include "templates/formats/checkpoint.h"
+#include "templates/formats/dense_layers.h"
 #include "templates/formats/describe.h"
 #include "templates/formats/encoder_matrix.h"
 #include "templates/formats/exl3.h"
@@ -31,9 +35,13 @@ constexpr uint64_t kTileWeights = 256;
 
 // One tensor of the input and what becomes of it.
 struct Item {
+  enum class Kind { kCopied, kMatrix, kBias };
+
   const SafetensorsTensor* input = nullptr;
-  std::string key;  // without ".weight"; empty = copied
-  size_t projection = 0;
+  Kind kind = Kind::kCopied;
+  // Of a matrix.
+  std::string key;  // without ".weight"
+  int bits = 0;
   uint64_t in = 0;
   uint64_t out = 0;
 };
@@ -41,6 +49,31 @@ struct Item {
 int BitsOf(const Bits& bits, size_t projection) {
   return std::array{bits.gate, bits.up, bits.down}[projection];
 }
+
+absl::Status Refuse(const SafetensorsTensor& tensor, absl::string_view rule) {
+  return absl::InvalidArgumentError(
+      absl::StrCat("tensor ", QuoteTensorName(tensor.name), " ", rule));
+}
+
+// Real numbers of a shape that config.json gives.
+absl::Status CheckReal(const SafetensorsTensor& tensor,
+                       std::initializer_list<uint64_t> shape) {
+  if (!std::equal(shape.begin(), shape.end(), tensor.shape().begin(),
+                  tensor.shape().end())) {
+    return Refuse(tensor,
+                  absl::StrCat("is ", tensor.TypeAndShape(), ", must be [",
+                               absl::StrJoin(shape, ", "), "] by config.json"));
+  }
+  if (tensor.type != StoredType::kF32 && tensor.type != StoredType::kF16 &&
+      tensor.type != StoredType::kBf16) {
+    return Refuse(tensor, absl::StrCat("is ", tensor.TypeAndShape(),
+                                       ", must be F32, F16 or BF16"));
+  }
+  return absl::OkStatus();
+}
+
+constexpr absl::string_view kOnlyPlain =
+    "is no \".weight\": only plain matrices are encoded";
 
 SafetensorsTensor MakeTensor(absl::string_view name, StoredType type,
                              std::initializer_list<uint64_t> shape) {
@@ -92,7 +125,7 @@ absl::StatusOr<std::string> AddQuantization(std::string text,
 
 class CheckpointEncoder {
  public:
-  CheckpointEncoder(const EncodeOptions& options, const ModelConfig& config,
+  CheckpointEncoder(const EncodeOptions& options, const AnyModelConfig& config,
                     Checkpoint* checkpoint)
       : options_(options), config_(config), checkpoint_(checkpoint) {}
 
@@ -102,7 +135,7 @@ class CheckpointEncoder {
       std::vector<Item>& items = shards_.emplace_back();
       for (const SafetensorsTensor& tensor : shard.header().tensors()) {
         ASSIGN_OR_RETURN(Item item, PlanTensor(tensor));
-        if (!item.key.empty()) {
+        if (item.kind == Item::Kind::kMatrix) {
           ++result_.matrices;
           result_.weights += item.in * item.out;
         }
@@ -110,10 +143,16 @@ class CheckpointEncoder {
       }
     }
     if (result_.matrices > 0) return absl::OkStatus();
-    return absl::FailedPreconditionError(absl::StrCat(
-        "has no tensor of a routed expert, such as \"model.layers.0.",
-        config_.naming.block, ".0.", config_.naming.projections[0],
-        ".weight\""));
+    const auto* experts = std::get_if<ModelConfig>(&config_);
+    return absl::FailedPreconditionError(
+        experts == nullptr
+            ? absl::StrCat("has no matrix of a layer, such as "
+                           "\"model.layers.0.",
+                           kDenseProjections[0].name, ".weight\"")
+            : absl::StrCat("has no tensor of a routed expert, such as "
+                           "\"model.layers.0.",
+                           experts->naming.block, ".0.",
+                           experts->naming.projections[0], ".weight\""));
   }
 
   absl::StatusOr<EncodedCheckpoint> Write(PendingFolder* output) {
@@ -143,20 +182,49 @@ class CheckpointEncoder {
                        " has a name with other characters than printable "
                        "ASCII without quotes and backslashes"));
     }
-    ASSIGN_OR_RETURN(const std::optional<RealMatrix> matrix,
-                     FindRealMatrix(tensor, config_));
-    if (!matrix.has_value()) return item;
-    item.in = matrix->in;
-    item.out = matrix->out;
+    if (const auto* dense = std::get_if<DenseConfig>(&config_)) {
+      RETURN_IF_ERROR(PlanDense(*dense, &item));
+    } else {
+      RETURN_IF_ERROR(PlanExpert(std::get<ModelConfig>(config_), &item));
+    }
+    if (item.kind != Item::Kind::kMatrix) return item;
     if (item.in % kHadamardBlock != 0 || item.out % kHadamardBlock != 0) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("tensor ", QuoteTensorName(tensor.name), " is ",
-                       tensor.TypeAndShape(),
+      return Refuse(
+          tensor,
+          absl::StrCat("is ", tensor.TypeAndShape(),
                        ", both must be multiples of 128 (the Hadamard block)"));
     }
     item.key = std::string(absl::StripSuffix(tensor.name, ".weight"));
-    item.projection = matrix->name.projection;
     return item;
+  }
+
+  absl::Status PlanExpert(const ModelConfig& config, Item* item) const {
+    ASSIGN_OR_RETURN(const std::optional<RealMatrix> matrix,
+                     FindRealMatrix(*item->input, config));
+    if (!matrix.has_value()) return absl::OkStatus();
+    item->kind = Item::Kind::kMatrix;
+    item->bits = BitsOf(options_.bits, matrix->name.projection);
+    item->in = matrix->in;
+    item->out = matrix->out;
+    return absl::OkStatus();
+  }
+
+  absl::Status PlanDense(const DenseConfig& config, Item* item) const {
+    const SafetensorsTensor& tensor = *item->input;
+    ASSIGN_OR_RETURN(const std::optional<DenseTensorName> name,
+                     ParseDenseTensorName(tensor.name, config));
+    if (!name.has_value()) return absl::OkStatus();
+    const auto [in, out] = DenseShape(config, name->projection);
+    item->in = static_cast<uint64_t>(in);
+    item->out = static_cast<uint64_t>(out);
+    item->bits = options_.bits.gate;
+    if (name->suffix == "bias") {
+      item->kind = Item::Kind::kBias;
+      return CheckReal(tensor, {item->out});
+    }
+    if (name->suffix != "weight") return Refuse(tensor, kOnlyPlain);
+    item->kind = Item::Kind::kMatrix;
+    return CheckReal(tensor, {item->out, item->in});
   }
 
   absl::Status WriteShard(const std::vector<Item>& items,
@@ -169,12 +237,15 @@ class CheckpointEncoder {
       tensors.push_back(MakeTensor(names.emplace_back(name), type, shape));
     };
     for (const Item& item : items) {
-      if (item.key.empty()) {
+      if (item.kind == Item::Kind::kCopied) {
         tensors.push_back(*item.input);
         continue;
       }
-      const auto bits =
-          static_cast<uint64_t>(BitsOf(options_.bits, item.projection));
+      if (item.kind == Item::Kind::kBias) {
+        add(std::string(item.input->name), StoredType::kF16, {item.out});
+        continue;
+      }
+      const auto bits = static_cast<uint64_t>(item.bits);
       add(item.key + ".trellis", StoredType::kI16,
           {item.in / 16, item.out / 16, 16 * bits});
       add(item.key + ".suh", StoredType::kF16, {item.in});
@@ -195,14 +266,37 @@ class CheckpointEncoder {
     for (const Item& item : items) {
       ASSIGN_OR_RETURN(const std::span<const uint8_t> bytes,
                        checkpoint_->Bytes(*item.input));
-      if (!item.key.empty()) {
-        RETURN_IF_ERROR(EncodeMatrix(item, bytes, &file));
-        continue;
+      switch (item.kind) {
+        case Item::Kind::kMatrix:
+          RETURN_IF_ERROR(EncodeMatrix(item, bytes, &file));
+          break;
+        case Item::Kind::kBias:
+          RETURN_IF_ERROR(NarrowBias(item, bytes, &file));
+          break;
+        case Item::Kind::kCopied:
+          RETURN_IF_ERROR(file.Append(AsText(bytes)));
+          result_.bytes += bytes.size();
+          break;
       }
-      RETURN_IF_ERROR(file.Append(AsText(bytes)));
-      result_.bytes += bytes.size();
     }
     return file.Commit();
+  }
+
+  // EXL3 has biases of binary16.
+  absl::Status NarrowBias(const Item& item, std::span<const uint8_t> bytes,
+                          PendingFile* file) {
+    ASSIGN_OR_RETURN(const std::vector<float> values,
+                     ReadReals(*item.input, bytes));
+    std::vector<uint16_t> narrow;
+    for (const float value : values) {
+      narrow.push_back(kd::f32_to_f16(value));
+      if (std::isfinite(kd::f16_to_f32(narrow.back()))) continue;
+      return Refuse(*item.input,
+                    absl::StrCat("has at channel ", narrow.size() - 1,
+                                 " a value that is not finite as binary16"));
+    }
+    result_.bytes += narrow.size() * sizeof(uint16_t);
+    return file->Append(AsText(narrow));
   }
 
   absl::Status EncodeMatrix(const Item& item, std::span<const uint8_t> bytes,
@@ -215,7 +309,7 @@ class CheckpointEncoder {
         weights[column * item.out + row] = stored[row * item.in + column];
       }
     }
-    GridEncoder& encoder = EncoderOf(BitsOf(options_.bits, item.projection));
+    GridEncoder& encoder = EncoderOf(item.bits);
     encoder.set_progress([&](size_t tiles) {
       const std::lock_guard<std::mutex> lock(progress_mutex_);
       done_ += tiles;
@@ -279,7 +373,7 @@ class CheckpointEncoder {
   }
 
   const EncodeOptions& options_;
-  const ModelConfig& config_;
+  const AnyModelConfig& config_;
   Checkpoint* checkpoint_;
   std::vector<std::vector<Item>> shards_;
   std::map<int, std::unique_ptr<GridEncoder>> encoders_;
@@ -297,30 +391,14 @@ absl::StatusOr<std::optional<RealMatrix>> FindRealMatrix(
   ASSIGN_OR_RETURN(const std::optional<ExpertTensorName> name,
                    ParseExpertTensorName(tensor.name, config));
   if (!name.has_value()) return std::nullopt;
-  const auto refuse = [&](absl::string_view rule) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("tensor ", QuoteTensorName(tensor.name), " ", rule));
-  };
-  if (name->suffix != "weight") {
-    return refuse("is no \".weight\": only plain matrices are encoded");
-  }
+  if (name->suffix != "weight") return Refuse(tensor, kOnlyPlain);
   RealMatrix matrix;
   matrix.name = *name;
   const bool down = name->projection == kProjections - 1;
   matrix.in = static_cast<uint64_t>(down ? config.intermediate : config.hidden);
   matrix.out =
       static_cast<uint64_t>(down ? config.hidden : config.intermediate);
-  if (tensor.rank != 2 || tensor.dims[0] != matrix.out ||
-      tensor.dims[1] != matrix.in) {
-    return refuse(absl::StrCat("is ", tensor.TypeAndShape(), ", must be [",
-                               matrix.out, ", ", matrix.in,
-                               "] by config.json"));
-  }
-  if (tensor.type != StoredType::kF32 && tensor.type != StoredType::kF16 &&
-      tensor.type != StoredType::kBf16) {
-    return refuse(absl::StrCat("is ", tensor.TypeAndShape(),
-                               ", must be F32, F16 or BF16"));
-  }
+  RETURN_IF_ERROR(CheckReal(tensor, {matrix.out, matrix.in}));
   return matrix;
 }
 
@@ -351,7 +429,15 @@ absl::StatusOr<EncodedCheckpoint> EncodeCheckpoint(
     const std::string& folder, const std::string& output,
     const EncodeOptions& options) {
   KILN_CHECK(options.threads >= 1);
-  ASSIGN_OR_RETURN(const ModelConfig config, ReadModelConfig(folder));
+  ASSIGN_OR_RETURN(const AnyModelConfig config, ReadAnyModelConfig(folder));
+  const Bits& bits = options.bits;
+  if (std::holds_alternative<DenseConfig>(config) &&
+      (bits.up != bits.gate || bits.down != bits.gate)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        folder,
+        ": is a dense model, whose matrices get one rate; the bits are ",
+        bits.gate, ", ", bits.up, " and ", bits.down));
+  }
   const std::string config_path = absl::StrCat(folder, "/config.json");
   ASSIGN_OR_RETURN(std::string config_text,
                    ReadFile(config_path, kModelConfigBytesMax));

@@ -1,5 +1,6 @@
-// From a checkpoint of real numbers to an EXL3 checkpoint: the routed experts
-// are encoded, everything else is copied.
+// From a checkpoint of real numbers to an EXL3 checkpoint: the routed experts,
+// or the layers' matrices of a dense model, are encoded, everything else is
+// copied.
 
 #ifndef KILN_TEMPLATES_FORMATS_ENCODER_CHECKPOINT_H_
 #define KILN_TEMPLATES_FORMATS_ENCODER_CHECKPOINT_H_
@@ -47,11 +48,13 @@ struct EncodedCheckpoint {
 // Writes `output`: for each safetensors file of `folder` one of the same name,
 // the index where there is one, and config.json with "quantization_config".
 // Experts' matrices `<key>.weight` [out][in] of F32, F16 or BF16 become EXL3
-// groups. The bytes written depend on the input and the options alone, not on
-// threads or processor.
+// groups; of a dense model the matrices of its layers, but not the head, and
+// their biases become F16. The bytes written depend on the input and the
+// options alone, not on threads or processor.
 //   Errors: those of reading the checkpoint; InvalidArgument for a matrix that
-//   cannot be encoded, with the tensor; FailedPrecondition for a model without
-//   routed experts or with quantised ones; those of writing files.
+//   cannot be encoded, with the tensor, or for a dense model and bits that are
+//   not all equal; FailedPrecondition for a model without such matrices or with
+//   quantised ones; those of writing files.
 absl::StatusOr<EncodedCheckpoint> EncodeCheckpoint(
     const std::string& folder, const std::string& output,
     const EncodeOptions& options);

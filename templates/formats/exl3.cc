@@ -10,6 +10,7 @@
 #include "absl/strings/str_join.h"
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
+#include "device/half.h"
 
 namespace kiln {
 namespace {
@@ -172,6 +173,19 @@ absl::StatusOr<Exl3Matrix> CheckExl3Group(absl::string_view key,
                     .tensors = group};
 }
 
+absl::Status CheckExl3Codebook(const Exl3Matrix& matrix, Codebook configured) {
+  if (matrix.codebook == configured) return absl::OkStatus();
+  const Exl3Group& group = matrix.tensors;
+  const bool marked = group.mcg != nullptr || group.mul1 != nullptr;
+  return Refuse(
+      *group.trellis,
+      absl::StrCat(marked ? "has by its marker the codebook "
+                          : "has no marker beside it, which means codebook ",
+                   CodebookName(matrix.codebook),
+                   ", but \"quantization_config\" says ",
+                   CodebookName(configured)));
+}
+
 absl::Status CheckExl3Values(const Exl3Matrix& matrix, Checkpoint* checkpoint) {
   const Exl3Group& group = matrix.tensors;
   const SafetensorsTensor* marker =
@@ -228,6 +242,64 @@ absl::Status ReadExl3Scales(const Exl3Matrix& matrix, bool input_side,
     out[i] = minus ? kMinusOne : kPlusOne;
   }
   return absl::OkStatus();
+}
+
+absl::Status ReadExl3Tiles(const Exl3Matrix& matrix, uint64_t row,
+                           uint64_t column, Checkpoint* checkpoint,
+                           std::span<uint8_t> out) {
+  const SafetensorsTensor& trellis = *matrix.tensors.trellis;
+  ASSIGN_OR_RETURN(const std::span<const uint8_t> bytes,
+                   checkpoint->Bytes(trellis));
+  const uint64_t tile_bytes = trellis.dims[2] * sizeof(uint16_t);
+  const uint64_t at = (row * trellis.dims[1] + column) * tile_bytes;
+  KILN_CHECK(at <= bytes.size() && out.size() <= bytes.size() - at);
+  std::memcpy(out.data(), bytes.data() + at, out.size());
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<uint16_t>> ReadExl3Bias(const Exl3Matrix& matrix,
+                                                   Checkpoint* checkpoint) {
+  const SafetensorsTensor& bias = *matrix.tensors.bias;
+  ASSIGN_OR_RETURN(const std::span<const uint8_t> bytes,
+                   checkpoint->Bytes(bias));
+  std::vector<uint16_t> values(static_cast<size_t>(matrix.out));
+  const bool wide = bias.type == StoredType::kF32;
+  KILN_CHECK(bytes.size() == values.size() * (wide ? 4 : 2));
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (wide) {
+      float value = 0;
+      std::memcpy(&value, &bytes[4 * i], sizeof(value));
+      values[i] = kd::f32_to_f16(value);
+    } else {
+      std::memcpy(&values[i], &bytes[2 * i], sizeof(values[i]));
+    }
+    if ((values[i] & kExponent) == kExponent) {
+      return Refuse(bias, absl::StrCat("has at channel ", i,
+                                       " a value that is not finite as "
+                                       "binary16"));
+    }
+  }
+  return values;
+}
+
+absl::StatusOr<int64_t> ChannelsPerRank(absl::string_view what,
+                                        int64_t channels, int64_t ranks) {
+  constexpr auto kBlock = static_cast<int64_t>(kHadamardBlock);
+  if (channels % kBlock != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        what, " ", channels, " is not a multiple of 128 (the Hadamard block)"));
+  }
+  const int64_t blocks = channels / kBlock;
+  if (ranks >= 1 && blocks % ranks == 0) return channels / ranks;
+  std::vector<int64_t> possible;
+  for (int64_t n = 1; n <= blocks; ++n) {
+    if (blocks % n == 0) possible.push_back(n);
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      what, " ", channels, " cannot be split over ", ranks,
+      " ranks: each needs the same multiple of 128 channels (the Hadamard "
+      "block); possible: ",
+      absl::StrJoin(possible, ", ")));
 }
 
 }  // namespace kiln

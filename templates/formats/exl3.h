@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -61,6 +62,10 @@ absl::Status AddToExl3Group(absl::string_view suffix,
 absl::StatusOr<Exl3Matrix> CheckExl3Group(absl::string_view key,
                                           const Exl3Group& group);
 
+// That the codebook is the one that "quantization_config" names.
+//   Errors: InvalidArgument with the tensor and both names.
+absl::Status CheckExl3Codebook(const Exl3Matrix& matrix, Codebook configured);
+
 // The marker's value, and that no scale is infinite or NaN.
 absl::Status CheckExl3Values(const Exl3Matrix& matrix, Checkpoint* checkpoint);
 
@@ -69,6 +74,23 @@ absl::Status CheckExl3Values(const Exl3Matrix& matrix, Checkpoint* checkpoint);
 absl::Status ReadExl3Scales(const Exl3Matrix& matrix, bool input_side,
                             uint64_t begin, Checkpoint* checkpoint,
                             std::span<uint16_t> out);
+
+// Tiles from (row, column) on, in tiles, as many as `out` holds.
+absl::Status ReadExl3Tiles(const Exl3Matrix& matrix, uint64_t row,
+                           uint64_t column, Checkpoint* checkpoint,
+                           std::span<uint8_t> out);
+
+// Binary16 values of the whole bias; binary32 is narrowed.
+//   Errors: InvalidArgument for a value that is not finite as binary16.
+absl::StatusOr<std::vector<uint16_t>> ReadExl3Bias(const Exl3Matrix& matrix,
+                                                   Checkpoint* checkpoint);
+
+// Channels of `channels` that each of `ranks` ranks holds.
+//   what: stands for them in messages, for example "intermediate size".
+//   Errors: InvalidArgument, with the counts that are possible, unless each
+//   gets the same multiple of 128.
+absl::StatusOr<int64_t> ChannelsPerRank(absl::string_view what,
+                                        int64_t channels, int64_t ranks);
 
 }  // namespace kiln
 

@@ -52,6 +52,15 @@ constexpr Family kFamilies[] = {
      LayerRule::kSparseStep},
 };
 
+// Those whose layers are made like Llama's.
+constexpr absl::string_view kDenseFamilies[] = {
+    "llama", "mistral", "qwen2", "qwen2_5_vl_text", "qwen3", "qwen3_vl_text"};
+
+bool IsDense(absl::string_view model_type) {
+  return std::find(std::begin(kDenseFamilies), std::end(kDenseFamilies),
+                   model_type) != std::end(kDenseFamilies);
+}
+
 constexpr absl::string_view kExpertCountKeys[] = {
     "num_experts", "num_local_experts", "n_routed_experts"};
 
@@ -93,11 +102,17 @@ absl::StatusOr<const Family*> FindFamily(absl::string_view file,
         const JsonNode* value = node.Find(key);
         return value != nullptr && value->kind != JsonNode::Kind::kNull;
       });
+  if (IsDense(model_type)) {
+    return NotServed(file,
+                     absl::StrCat(named,
+                                  " has no routed experts, only matrices of "
+                                  "the op linear"));
+  }
   if (!has_experts) {
-    return NotServed(file, absl::StrCat(named,
-                                        " has no routed experts: its matrices "
-                                        "would be the op linear, which this "
-                                        "build does not have"));
+    return NotServed(
+        file,
+        absl::StrCat(named, " has no routed experts and is no known dense ",
+                     "model; known: ", absl::StrJoin(kDenseFamilies, ", ")));
   }
   return NotServed(
       file,
@@ -172,11 +187,12 @@ absl::StatusOr<DType> IoDType(absl::string_view file, const JsonNode& node) {
   return DType::kBf16;
 }
 
-absl::Status ReadQuantization(absl::string_view file, const JsonNode& root,
-                              ModelConfig* config) {
+// The codebook that "quantization_config" names, where it names one.
+absl::StatusOr<std::optional<Codebook>> ReadQuantization(absl::string_view file,
+                                                         const JsonNode& root) {
   const JsonNode* node = root.Find("quantization_config");
   if (node == nullptr || node->kind == JsonNode::Kind::kNull) {
-    return absl::OkStatus();
+    return std::nullopt;
   }
   const ObjectReader reader(file, *node, "\"quantization_config\"");
   if (node->kind != JsonNode::Kind::kObject) {
@@ -189,39 +205,76 @@ absl::Status ReadQuantization(absl::string_view file, const JsonNode& root,
                      absl::StrCat("\"quant_method\" is ", JsonExcerpt(*method),
                                   ", only \"exl3\" is served"));
   }
-  if (reader.Optional("codebook") == nullptr) return absl::OkStatus();
+  if (reader.Optional("codebook") == nullptr) return std::nullopt;
   ASSIGN_OR_RETURN(
-      config->codebook,
+      const Codebook codebook,
       reader.Word<Codebook>("codebook", {{"3inst", Codebook::k3Inst},
                                          {"mcg", Codebook::kMcg},
                                          {"mul1", Codebook::kMul1}}));
-  return absl::OkStatus();
+  return codebook;
 }
 
-}  // namespace
+absl::StatusOr<JsonNode> ParseRoot(absl::string_view text,
+                                   absl::string_view file) {
+  ASSIGN_OR_RETURN(JsonNode root, ParseJson(text, file));
+  if (root.kind == JsonNode::Kind::kObject) return root;
+  return JsonError(
+      file, root, absl::StrCat("must be an object, found ", JsonExcerpt(root)));
+}
 
-absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
-                                             absl::string_view file,
-                                             Quantization quantization) {
-  ASSIGN_OR_RETURN(const JsonNode root, ParseJson(text, file));
-  if (root.kind != JsonNode::Kind::kObject) {
-    return JsonError(
-        file, root,
-        absl::StrCat("must be an object, found ", JsonExcerpt(root)));
-  }
+// The part about the language model.
+const JsonNode& TextPart(const JsonNode& root) {
   const JsonNode* nested = root.Find("text_config");
-  const JsonNode& node =
-      nested != nullptr && nested->kind == JsonNode::Kind::kObject ? *nested
-                                                                   : root;
-  const ObjectReader reader(file, node, "configuration");
-  ModelConfig config;
+  const bool has = nested != nullptr && nested->kind == JsonNode::Kind::kObject;
+  return has ? *nested : root;
+}
+
+absl::StatusOr<std::string> ModelType(const ObjectReader& reader) {
   ASSIGN_OR_RETURN(const JsonNode* type,
                    reader.Required("model_type", JsonNode::Kind::kString));
-  config.model_type = type->text;
-  ASSIGN_OR_RETURN(const Family* family, FindFamily(file, node, type->text));
+  return type->text;
+}
+
+absl::StatusOr<DenseConfig> ReadDense(absl::string_view file,
+                                      const JsonNode& root) {
+  const JsonNode& node = TextPart(root);
+  const ObjectReader reader(file, node, "configuration");
+  DenseConfig config;
+  ASSIGN_OR_RETURN(config.model_type, ModelType(reader));
+  ASSIGN_OR_RETURN(config.codebook, ReadQuantization(file, root));
+  ASSIGN_OR_RETURN(config.hidden, reader.Integer("hidden_size", 1, kHiddenMax));
+  ASSIGN_OR_RETURN(config.intermediate,
+                   reader.Integer("intermediate_size", 1, kIntermediateMax));
+  ASSIGN_OR_RETURN(const int64_t heads,
+                   reader.Integer("num_attention_heads", 1, config.hidden));
+  ASSIGN_OR_RETURN(const int64_t key_value_heads,
+                   IntegerOr(reader, "num_key_value_heads", heads, 1, heads));
+  ASSIGN_OR_RETURN(const int64_t channels,
+                   IntegerOr(reader, "head_dim", config.hidden / heads, 1,
+                             kFeaturesMax / heads));
+  config.query = heads * channels;
+  config.key_value = key_value_heads * channels;
+  ASSIGN_OR_RETURN(config.vocabulary,
+                   reader.Integer("vocab_size", 1, kFeaturesMax));
+  ASSIGN_OR_RETURN(config.io_dtype, IoDType(file, node));
+  // One layer more, the head, is to have a number in a manifest.
+  ASSIGN_OR_RETURN(config.layers,
+                   reader.Integer("num_hidden_layers", 1, kLayersMax - 1));
+  return config;
+}
+
+absl::StatusOr<ModelConfig> ReadExperts(absl::string_view file,
+                                        const JsonNode& root,
+                                        Quantization quantization) {
+  const JsonNode& node = TextPart(root);
+  const ObjectReader reader(file, node, "configuration");
+  ModelConfig config;
+  ASSIGN_OR_RETURN(config.model_type, ModelType(reader));
+  ASSIGN_OR_RETURN(const Family* family,
+                   FindFamily(file, node, config.model_type));
   config.naming = *family->naming;
   if (quantization == Quantization::kExl3) {
-    RETURN_IF_ERROR(ReadQuantization(file, root, &config));
+    ASSIGN_OR_RETURN(config.codebook, ReadQuantization(file, root));
   }
   ASSIGN_OR_RETURN(config.hidden, reader.Integer("hidden_size", 1, kHiddenMax));
   ASSIGN_OR_RETURN(config.intermediate, reader.Integer(family->intermediate_key,
@@ -254,6 +307,25 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
       IntegerOr(reader, "num_nextn_predict_layers", 0, 0, kLayersMax - count));
   for (int64_t i = 0; i < extra; ++i) config.extra_layers.push_back(count + i);
   return config;
+}
+
+}  // namespace
+
+absl::StatusOr<AnyModelConfig> ParseAnyModelConfig(absl::string_view text,
+                                                   absl::string_view file) {
+  ASSIGN_OR_RETURN(const JsonNode root, ParseRoot(text, file));
+  ASSIGN_OR_RETURN(
+      const std::string type,
+      ModelType(ObjectReader(file, TextPart(root), "configuration")));
+  if (IsDense(type)) return ReadDense(file, root);
+  return ReadExperts(file, root, Quantization::kExl3);
+}
+
+absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
+                                             absl::string_view file,
+                                             Quantization quantization) {
+  ASSIGN_OR_RETURN(const JsonNode root, ParseRoot(text, file));
+  return ReadExperts(file, root, quantization);
 }
 
 }  // namespace kiln

@@ -1,4 +1,5 @@
-// What config.json says about the routed experts of a model.
+// What config.json says about the routed experts of a model, or about the
+// layers of one without any.
 
 #ifndef KILN_TEMPLATES_FORMATS_MODEL_CONFIG_H_
 #define KILN_TEMPLATES_FORMATS_MODEL_CONFIG_H_
@@ -7,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -46,17 +48,38 @@ struct ModelConfig {
   std::optional<Codebook> codebook;
 };
 
+// A dense model: all layers have the same matrices, under the names of Llama.
+struct DenseConfig {
+  std::string model_type;
+  int64_t layers = 0;
+  int64_t hidden = 0;
+  int64_t intermediate = 0;
+  int64_t query = 0;      // channels of all heads
+  int64_t key_value = 0;  // channels of all heads of keys, and of values
+  int64_t vocabulary = 0;
+  DType io_dtype = DType::kBf16;
+  // Named by "quantization_config", where it names one.
+  std::optional<Codebook> codebook;
+};
+
+using AnyModelConfig = std::variant<ModelConfig, DenseConfig>;
+
 // Whether "quantization_config" speaks of the experts.
 enum class Quantization {
   kExl3,      // it does, and must be that of EXL3
   kElsewhere  // the experts are in a container that says itself what it holds
 };
 
-// Reads a config.json. Keys that say nothing about routed experts are ignored;
-// a model with a vision tower has its own under "text_config".
+// Reads a config.json, of an EXL3 checkpoint. Keys that say nothing about the
+// weights are ignored; a model with a vision tower has its own under
+// "text_config".
 //   Errors: InvalidArgument "file:line:column: ..." for a missing or impossible
 //   value; FailedPrecondition, with the reason, for a model that is understood
 //   but not served.
+absl::StatusOr<AnyModelConfig> ParseAnyModelConfig(absl::string_view text,
+                                                   absl::string_view file);
+
+// The same for those who know routed experts alone: refuses a dense model.
 absl::StatusOr<ModelConfig> ParseModelConfig(
     absl::string_view text, absl::string_view file,
     Quantization quantization = Quantization::kExl3);

@@ -1,11 +1,14 @@
 #include "templates/formats/prepare.h"
 
 #include <algorithm>
+#include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <span>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -15,7 +18,9 @@
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
 #include "templates/formats/btx_layer.h"
+#include "templates/formats/dense_layers.h"
 #include "templates/formats/describe.h"
+#include "templates/formats/linear_source.h"
 #include "templates/formats/qsrt_layer.h"
 #include "templates/formats/trellis_source.h"
 
@@ -32,9 +37,9 @@ struct OpenedLayer {
 };
 
 absl::StatusOr<OpenedLayer> OpenExl3(const std::string& folder,
+                                     const ModelConfig& config,
                                      const PrepareOptions& options) {
   OpenedLayer opened;
-  ASSIGN_OR_RETURN(const ModelConfig config, ReadModelConfig(folder));
   ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::Open(folder));
   opened.checkpoint = std::make_unique<Checkpoint>(std::move(checkpoint));
   opened.config = config;
@@ -92,14 +97,6 @@ absl::StatusOr<OpenedLayer> OpenQsrt(const std::string& folder,
   return opened;
 }
 
-absl::StatusOr<OpenedLayer> OpenLayer(const std::string& folder,
-                                      const PrepareOptions& options) {
-  if (IsBtxFolder(folder)) return OpenBtx(folder, options);
-  const std::vector<int64_t> qsrt = QsrtLayersIn(folder);
-  if (!qsrt.empty()) return OpenQsrt(folder, qsrt, options);
-  return OpenExl3(folder, options);
-}
-
 // Rate bytes of the experts, [E].
 SafetensorsTensor RatesTensor(absl::string_view name,
                               const std::vector<uint8_t>& rates) {
@@ -110,6 +107,153 @@ SafetensorsTensor RatesTensor(absl::string_view name,
   tensor.dims = {rates.size()};
   tensor.end = rates.size();
   return tensor;
+}
+
+// One tensor of the file, and what writes its bytes.
+struct PreparedTensor {
+  SafetensorsTensor tensor;
+  std::function<absl::Status(const PieceSink&)> stream;
+};
+
+// Writes head and tensors to `path`; returns the bytes of the file, which are
+// known before the first is written.
+absl::StatusOr<uint64_t> WritePrepared(
+    const std::string& path, const std::vector<PreparedTensor>& prepared,
+    const std::map<std::string, std::string>& metadata) {
+  std::vector<SafetensorsTensor> tensors;
+  for (const PreparedTensor& each : prepared) tensors.push_back(each.tensor);
+  const std::string head = MakeSafetensorsHead(tensors, metadata);
+  uint64_t bytes = head.size();
+  RETURN_IF_ERROR(MakeDirectories(path.substr(0, path.rfind('/'))));
+  PendingFile file(path);
+  RETURN_IF_ERROR(file.Append(head));
+  for (const PreparedTensor& each : prepared) {
+    bytes += each.tensor.bytes();
+    RETURN_IF_ERROR(each.stream([&](std::span<const uint8_t> piece) {
+      return file.Append(AsText(piece));
+    }));
+  }
+  RETURN_IF_ERROR(file.Commit());
+  return bytes;
+}
+
+std::string PreparedPath(const std::string& output,
+                         const PrepareOptions& options) {
+  return absl::StrCat(output, "/", PreparedFileName(options));
+}
+
+std::map<std::string, std::string> Metadata(Op op,
+                                            const PrepareOptions& options) {
+  return {{"format", "kiln.native/1"},
+          {"op", std::string(OpName(op))},
+          {"layer", absl::StrCat(options.layer)},
+          {"rank", absl::StrCat(options.rank)},
+          {"ranks", absl::StrCat(options.ranks)}};
+}
+
+absl::StatusOr<PreparedLayer> PrepareExperts(const OpenedLayer& opened,
+                                             const std::string& output,
+                                             const PrepareOptions& options) {
+  TrellisSource& source = *opened.source;
+  const TrellisLayout& layout = source.layout();
+  PreparedLayer prepared;
+  prepared.path = PreparedPath(output, options);
+  prepared.layout = layout;
+  prepared.description = layout.ToString();
+  std::map<std::string, std::string> metadata =
+      Metadata(Op::kFusedMoe, options);
+  metadata["codebook"] = std::string(layout.codebook.name());
+  if (opened.config.has_value()) {
+    metadata["top_k"] = absl::StrCat(opened.config->top_k);
+    ASSIGN_OR_RETURN(RequestGeometry geometry, ServedGeometry(layout));
+    geometry.top_k = opened.config->top_k;
+    geometry.io_dtype = opened.config->io_dtype;
+    prepared.description = geometry.ToString();
+  }
+  if (layout.coupled) metadata["coupled"] = "512,128";
+
+  std::vector<PreparedTensor> tensors;
+  for (const FusedMoeParam slot : kTrellisSlots) {
+    tensors.push_back({source.Tensor(slot), [&source, slot](const auto& sink) {
+                         return source.Stream(slot, sink);
+                       }});
+  }
+  if (layout.pairs()) {
+    for (const auto& [name, rates] : {std::pair{"rates_fc1", &layout.rates_fc1},
+                                      {"rates_fc2", &layout.rates_fc2}}) {
+      tensors.push_back(
+          {RatesTensor(name, *rates),
+           [&bytes = *rates](const auto& sink) { return sink(bytes); }});
+    }
+  }
+  ASSIGN_OR_RETURN(prepared.bytes,
+                   WritePrepared(prepared.path, tensors, metadata));
+  return prepared;
+}
+
+// The sources of one layer of a dense model.
+absl::StatusOr<std::vector<std::pair<DenseProjection, LinearSource>>>
+DenseSources(const DenseConfig& config, const PrepareOptions& options,
+             Checkpoint* checkpoint) {
+  ASSIGN_OR_RETURN(const DenseLayers layers,
+                   DenseLayers::Find(*checkpoint, config));
+  const std::vector<int64_t> numbers = layers.Numbers();
+  if (options.layer < 0 || options.layer > numbers.back()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "has no layer ", options.layer, "; it has 0..", numbers.back(),
+        numbers.back() == config.layers ? ", of which the last is the head"
+                                        : ""));
+  }
+  ASSIGN_OR_RETURN(const std::vector<DenseMatrix> matrices,
+                   layers.Layer(options.layer));
+  std::vector<std::pair<DenseProjection, LinearSource>> sources;
+  for (const DenseMatrix& matrix : matrices) {
+    ASSIGN_OR_RETURN(const LinearExtent extent,
+                     ExtentOfRank(matrix, options.rank, options.ranks));
+    ASSIGN_OR_RETURN(LinearSource source,
+                     LinearSource::FromExl3(matrix.matrix, extent, checkpoint));
+    sources.emplace_back(kDenseProjections[matrix.projection],
+                         std::move(source));
+  }
+  return sources;
+}
+
+absl::StatusOr<PreparedLayer> PrepareDense(const std::string& folder,
+                                           const DenseConfig& config,
+                                           const std::string& output,
+                                           const PrepareOptions& options) {
+  ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::Open(folder));
+  auto sources = DenseSources(config, options, &checkpoint);
+  if (!sources.ok()) return Annotate(sources.status(), folder);
+  PreparedLayer prepared;
+  prepared.path = PreparedPath(output, options);
+  prepared.description = std::string(OpName(Op::kLinear));
+  std::map<std::string, std::string> metadata = Metadata(Op::kLinear, options);
+  std::deque<std::string> names;
+  std::vector<PreparedTensor> tensors;
+  for (auto& [projection, linear] : *sources) {
+    LinearSource& source = linear;
+    const std::string prefix = absl::StrCat(projection.name, ".");
+    metadata[prefix + "codebook"] =
+        std::string(CodebookName(source.codebook()));
+    const LinearShape& shape = source.shape();
+    absl::StrAppend(&prepared.description, tensors.empty() ? " " : ", ",
+                    projection.short_name(), " [", shape.in_features, ", ",
+                    shape.out_features, "] K", shape.bits,
+                    shape.bias ? " bias" : "");
+    for (const LinearSlot slot : source.Slots()) {
+      PreparedTensor& tensor = tensors.emplace_back();
+      tensor.tensor = source.Tensor(slot);
+      tensor.tensor.name =
+          names.emplace_back(absl::StrCat(prefix, tensor.tensor.name));
+      tensor.stream = [&source, slot](const PieceSink& sink) {
+        return source.Stream(slot, sink);
+      };
+    }
+  }
+  ASSIGN_OR_RETURN(prepared.bytes,
+                   WritePrepared(prepared.path, tensors, metadata));
+  return prepared;
 }
 
 }  // namespace
@@ -125,56 +269,21 @@ std::string PreparedFileName(const PrepareOptions& options) {
 absl::StatusOr<PreparedLayer> PrepareLayer(const std::string& folder,
                                            const std::string& output,
                                            const PrepareOptions& options) {
-  ASSIGN_OR_RETURN(const OpenedLayer opened, OpenLayer(folder, options));
-  TrellisSource& source = *opened.source;
-  PreparedLayer prepared;
-  prepared.path = absl::StrCat(output, "/", PreparedFileName(options));
-  prepared.layout = source.layout();
-  prepared.description = prepared.layout.ToString();
-  std::map<std::string, std::string> metadata = {
-      {"format", "kiln.native/1"},
-      {"op", std::string(OpName(Op::kFusedMoe))},
-      {"codebook", std::string(prepared.layout.codebook.name())},
-      {"layer", absl::StrCat(options.layer)},
-      {"rank", absl::StrCat(options.rank)},
-      {"ranks", absl::StrCat(options.ranks)}};
-  if (opened.config.has_value()) {
-    metadata["top_k"] = absl::StrCat(opened.config->top_k);
-    ASSIGN_OR_RETURN(RequestGeometry geometry, ServedGeometry(prepared.layout));
-    geometry.top_k = opened.config->top_k;
-    geometry.io_dtype = opened.config->io_dtype;
-    prepared.description = geometry.ToString();
+  OpenedLayer opened;
+  const std::vector<int64_t> qsrt = QsrtLayersIn(folder);
+  if (IsBtxFolder(folder)) {
+    ASSIGN_OR_RETURN(opened, OpenBtx(folder, options));
+  } else if (!qsrt.empty()) {
+    ASSIGN_OR_RETURN(opened, OpenQsrt(folder, qsrt, options));
+  } else {
+    ASSIGN_OR_RETURN(const AnyModelConfig config, ReadAnyModelConfig(folder));
+    if (const auto* dense = std::get_if<DenseConfig>(&config)) {
+      return PrepareDense(folder, *dense, output, options);
+    }
+    ASSIGN_OR_RETURN(opened,
+                     OpenExl3(folder, std::get<ModelConfig>(config), options));
   }
-  if (prepared.layout.coupled) metadata["coupled"] = "512,128";
-
-  std::vector<SafetensorsTensor> tensors;
-  for (const FusedMoeParam slot : kTrellisSlots) {
-    tensors.push_back(source.Tensor(slot));
-  }
-  const std::vector<uint8_t>* rates[] = {&prepared.layout.rates_fc1,
-                                         &prepared.layout.rates_fc2};
-  if (prepared.layout.pairs()) {
-    tensors.push_back(RatesTensor("rates_fc1", *rates[0]));
-    tensors.push_back(RatesTensor("rates_fc2", *rates[1]));
-  }
-  for (const SafetensorsTensor& tensor : tensors) {
-    prepared.bytes += tensor.bytes();
-  }
-  const std::string head = MakeSafetensorsHead(tensors, metadata);
-  prepared.bytes += head.size();
-  RETURN_IF_ERROR(MakeDirectories(output));
-  PendingFile file(prepared.path);
-  RETURN_IF_ERROR(file.Append(head));
-  for (const FusedMoeParam slot : kTrellisSlots) {
-    RETURN_IF_ERROR(source.Stream(slot, [&](std::span<const uint8_t> piece) {
-      return file.Append(AsText(piece));
-    }));
-  }
-  for (const std::vector<uint8_t>* bytes : rates) {
-    RETURN_IF_ERROR(file.Append(AsText(*bytes)));
-  }
-  RETURN_IF_ERROR(file.Commit());
-  return prepared;
+  return PrepareExperts(opened, output, options);
 }
 
 }  // namespace kiln

@@ -4,22 +4,16 @@
 #include <optional>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/spec/manifest.h"
+#include "templates/formats/layer_name.h"
 
 namespace kiln {
 namespace {
-
-constexpr absl::string_view kLayers = "layers.";
-
-// What may stand before "layers.": plain models, and the text part of models
-// with several.
-constexpr absl::string_view kPrefixes[] = {"model.", "model.language_model.",
-                                           "language_model.model.",
-                                           "language_model.", ""};
 
 absl::Status Refuse(absl::string_view tensor, absl::string_view rule) {
   return absl::InvalidArgumentError(
@@ -30,21 +24,6 @@ absl::Status Refuse(absl::string_view tensor, absl::string_view rule) {
 absl::Status NotServed(absl::string_view tensor, absl::string_view rule) {
   return absl::FailedPreconditionError(
       absl::StrCat("tensor ", QuoteTensorName(tensor), " ", rule));
-}
-
-// Takes "<digits>." from the front of `text`, a number below 2^31 without
-// leading zeros.
-std::optional<int64_t> TakeNumber(absl::string_view* text) {
-  int64_t value = 0;
-  size_t i = 0;
-  for (; i < text->size() && (*text)[i] >= '0' && (*text)[i] <= '9'; ++i) {
-    value = value * 10 + ((*text)[i] - '0');
-    if (i == 9) return std::nullopt;
-  }
-  if (i == 0 || i == text->size() || (*text)[i] != '.') return std::nullopt;
-  if (i > 1 && (*text)[0] == '0') return std::nullopt;
-  text->remove_prefix(i + 1);
-  return value;
 }
 
 uint64_t GroupOf(int64_t layer, int64_t expert, size_t projection) {
@@ -69,40 +48,28 @@ absl::Status Disagree(const Exl3Matrix& matrix, absl::string_view found,
 absl::StatusOr<std::optional<ExpertTensorName>> ParseExpertTensorName(
     absl::string_view name, const ModelConfig& config) {
   const std::string block = absl::StrCat(".", config.naming.block, ".");
-  const size_t at = name.find(block);
-  if (at == absl::string_view::npos) return std::nullopt;
-  ExpertTensorName parsed;
-  absl::string_view layer = name.substr(0, at + 1);
-  bool known = false;
-  for (const absl::string_view prefix : kPrefixes) {
-    absl::string_view rest = layer;
-    if (!absl::ConsumePrefix(&rest, prefix)) continue;
-    if (!absl::ConsumePrefix(&rest, kLayers)) continue;
-    parsed.prefix = prefix;
-    layer = rest;
-    known = true;
-    break;
-  }
-  const std::optional<int64_t> number =
-      known ? TakeNumber(&layer) : std::nullopt;
-  if (!number.has_value() || !layer.empty()) {
+  if (!absl::StrContains(name, block)) return std::nullopt;
+  const std::optional<LayerName> place = ParseLayerName(name);
+  absl::string_view rest = place.has_value() ? place->rest : "";
+  if (!absl::ConsumePrefix(&rest, absl::string_view(block).substr(1))) {
     return Refuse(name,
                   absl::StrCat("is named as a routed expert's, but what stands "
                                "before \"",
                                config.naming.block,
                                "\" is not \"layers.N\" after one of \"",
-                               absl::StrJoin(kPrefixes, "\", \""), "\""));
+                               absl::StrJoin(kLayerPrefixes, "\", \""), "\""));
   }
-  parsed.layer = *number;
+  ExpertTensorName parsed;
+  parsed.prefix = place->prefix;
+  parsed.layer = place->layer;
   const auto has = [&](const std::vector<int64_t>& layers) {
-    return std::binary_search(layers.begin(), layers.end(), *number);
+    return std::binary_search(layers.begin(), layers.end(), parsed.layer);
   };
   if (!has(config.moe_layers) && !has(config.extra_layers)) {
-    return Refuse(name, absl::StrCat("belongs to layer ", *number,
+    return Refuse(name, absl::StrCat("belongs to layer ", parsed.layer,
                                      ", which has no routed experts by "
                                      "config.json"));
   }
-  absl::string_view rest = name.substr(at + block.size());
   const std::optional<int64_t> expert = TakeNumber(&rest);
   if (!expert.has_value()) {
     return NotServed(name,
@@ -164,9 +131,10 @@ std::vector<int64_t> RoutedExperts::Layers() const {
 std::string RoutedExperts::KeyOf(int64_t layer, int64_t expert,
                                  size_t projection) const {
   const auto prefix = prefixes_.find(layer);
-  return absl::StrCat(prefix != prefixes_.end() ? prefix->second : kPrefixes[0],
-                      kLayers, layer, ".", config_.naming.block, ".", expert,
-                      ".", config_.naming.projections[projection]);
+  return absl::StrCat(
+      prefix != prefixes_.end() ? prefix->second : kLayerPrefixes[0], kLayers,
+      layer, ".", config_.naming.block, ".", expert, ".",
+      config_.naming.projections[projection]);
 }
 
 absl::StatusOr<RoutedLayer> RoutedExperts::Layer(int64_t layer) const {
@@ -220,16 +188,8 @@ absl::StatusOr<RoutedLayer> RoutedExperts::Layer(int64_t layer) const {
     }
   }
   const ExpertMatrices& first = result.experts[0];
-  if (config_.codebook.has_value() && *config_.codebook != first[0].codebook) {
-    const Exl3Group& group = first[0].tensors;
-    const bool marked = group.mcg != nullptr || group.mul1 != nullptr;
-    return Refuse(
-        group.trellis->name,
-        absl::StrCat(marked ? "has by its marker the codebook "
-                            : "has no marker beside it, which means codebook ",
-                     CodebookName(first[0].codebook),
-                     ", but \"quantization_config\" says ",
-                     CodebookName(*config_.codebook)));
+  if (config_.codebook.has_value()) {
+    RETURN_IF_ERROR(CheckExl3Codebook(first[0], *config_.codebook));
   }
   result.codebook = first[0].codebook;
   result.bits = {

@@ -9,7 +9,6 @@
 #include "absl/strings/str_cat.h"
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
-#include "templates/formats/describe.h"
 #include "templates/fused_moe/trellis_matrix.h"
 
 namespace kiln {
@@ -41,11 +40,14 @@ class Exl3Source : public TrellisSource {
     const auto begin = static_cast<uint64_t>(extent_.begin);
     switch (slot) {
       case FusedMoeParam::kWGate:
-        return ReadTiles(matrices[kGate], row, begin / kTile, out);
+        return ReadExl3Tiles(matrices[kGate], row, begin / kTile, checkpoint_,
+                             out);
       case FusedMoeParam::kWUp:
-        return ReadTiles(matrices[kUp], row, begin / kTile, out);
+        return ReadExl3Tiles(matrices[kUp], row, begin / kTile, checkpoint_,
+                             out);
       case FusedMoeParam::kWDown:
-        return ReadTiles(matrices[kDown], begin / kTile + row, 0, out);
+        return ReadExl3Tiles(matrices[kDown], begin / kTile + row, 0,
+                             checkpoint_, out);
       case FusedMoeParam::kGateSuh:
         return ReadScales(matrices[kGate], true, 0, out);
       case FusedMoeParam::kUpSuh:
@@ -63,19 +65,6 @@ class Exl3Source : public TrellisSource {
       default:
         KILN_UNREACHABLE();
     }
-  }
-
-  // Tiles from (tile_row, tile_column) on, as many as `out` holds.
-  absl::Status ReadTiles(const Exl3Matrix& matrix, uint64_t tile_row,
-                         uint64_t tile_column, std::span<uint8_t> out) {
-    const SafetensorsTensor& trellis = *matrix.tensors.trellis;
-    ASSIGN_OR_RETURN(const std::span<const uint8_t> bytes,
-                     checkpoint_->Bytes(trellis));
-    const uint64_t tile_bytes = trellis.dims[2] * 2;
-    const uint64_t at = (tile_row * trellis.dims[1] + tile_column) * tile_bytes;
-    KILN_CHECK(at <= bytes.size() && out.size() <= bytes.size() - at);
-    std::memcpy(out.data(), bytes.data() + at, out.size());
-    return absl::OkStatus();
   }
 
   absl::Status ReadScales(const Exl3Matrix& matrix, bool input_side,
@@ -184,18 +173,26 @@ uint64_t TrellisSource::RowBytes(FusedMoeParam slot, uint64_t expert,
   return rates * kTile * sizeof(uint16_t);
 }
 
-absl::Status TrellisSource::Stream(
-    FusedMoeParam slot,
-    const std::function<absl::Status(std::span<const uint8_t>)>& sink) {
-  const uint64_t total = Tensor(slot).bytes();
+absl::Status TrellisSource::Stream(FusedMoeParam slot, const PieceSink& sink) {
   const auto inputs = static_cast<uint64_t>(
       slot == FusedMoeParam::kWDown ? layout_.intermediate : layout_.hidden);
-  const uint64_t rows = IsTrellis(slot) ? inputs / kTile : 1;
-  const uint64_t experts = layout_.shared_scales && !IsTrellis(slot) &&
-                                   slot != FusedMoeParam::kRotations
-                               ? 1
-                               : static_cast<uint64_t>(layout_.experts);
-  std::vector<uint8_t> piece(std::min(total, kStagingBytesMax));
+  const bool shared = layout_.shared_scales && !IsTrellis(slot) &&
+                      slot != FusedMoeParam::kRotations;
+  NativeRows rows;
+  rows.bytes = Tensor(slot).bytes();
+  rows.experts = shared ? 1 : static_cast<uint64_t>(layout_.experts);
+  rows.rows = IsTrellis(slot) ? inputs / kTile : 1;
+  rows.row_bytes = [&](uint64_t expert, uint64_t row) {
+    return RowBytes(slot, expert, row);
+  };
+  rows.read = [&](uint64_t expert, uint64_t row, std::span<uint8_t> out) {
+    return ReadRow(slot, expert, row, out);
+  };
+  return StreamRows(rows, sink);
+}
+
+absl::Status StreamRows(const NativeRows& rows, const PieceSink& sink) {
+  std::vector<uint8_t> piece(std::min(rows.bytes, kStagingBytesMax));
   uint64_t used = 0;
   uint64_t first_expert = 0;
   const auto flush = [&] {
@@ -204,35 +201,52 @@ absl::Status TrellisSource::Stream(
     used = 0;
     return status;
   };
-  for (uint64_t expert = 0; expert < experts; ++expert) {
+  for (uint64_t expert = 0; expert < rows.experts; ++expert) {
     if (expert - first_expert == kStagingExpertsMax) {
       RETURN_IF_ERROR(flush());
       first_expert = expert;
     }
-    for (uint64_t row = 0; row < rows; ++row) {
-      const uint64_t bytes = RowBytes(slot, expert, row);
+    for (uint64_t row = 0; row < rows.rows; ++row) {
+      const uint64_t bytes = rows.row_bytes(expert, row);
       KILN_CHECK(bytes <= kStagingBytesMax);
       if (bytes > piece.size() - used) {
         RETURN_IF_ERROR(flush());
         first_expert = expert;
       }
-      RETURN_IF_ERROR(ReadRow(slot, expert, row,
-                              std::span<uint8_t>(piece).subspan(used, bytes)));
+      RETURN_IF_ERROR(rows.read(
+          expert, row, std::span<uint8_t>(piece).subspan(used, bytes)));
       used += bytes;
     }
   }
   return flush();
 }
 
+absl::Status CheckRank(int64_t rank, int64_t ranks) {
+  if (rank >= 0 && rank < ranks) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("rank is ", rank, ", must be within 0..", ranks - 1));
+}
+
 absl::StatusOr<TrellisExtent> ExtentOfRank(int64_t intermediate, int64_t rank,
                                            int64_t ranks) {
   ASSIGN_OR_RETURN(const int64_t channels,
-                   IntermediatePerRank(intermediate, ranks));
-  if (rank < 0 || rank >= ranks) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("rank is ", rank, ", must be within 0..", ranks - 1));
-  }
+                   ChannelsPerRank("intermediate size", intermediate, ranks));
+  RETURN_IF_ERROR(CheckRank(rank, ranks));
   return TrellisExtent{.begin = rank * channels, .end = (rank + 1) * channels};
+}
+
+absl::Status CheckExtent(const TrellisExtent& extent, int64_t channels) {
+  constexpr auto kBlock = static_cast<int64_t>(kHadamardBlock);
+  if (extent.begin >= 0 && extent.begin < extent.end &&
+      extent.end <= channels && extent.begin % kBlock == 0 &&
+      extent.end % kBlock == 0) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "extent is [", extent.begin, ", ", extent.end,
+      "), must be a non-empty range of multiples of 128 (the Hadamard block) "
+      "within 0..",
+      channels));
 }
 
 absl::StatusOr<std::unique_ptr<TrellisSource>> TrellisFromExl3(
@@ -240,15 +254,7 @@ absl::StatusOr<std::unique_ptr<TrellisSource>> TrellisFromExl3(
     Checkpoint* checkpoint) {
   KILN_CHECK(!layer.experts.empty());
   const Exl3Matrix& gate = layer.experts[0][kGate];
-  constexpr auto kBlock = static_cast<int64_t>(kHadamardBlock);
-  if (extent.begin < 0 || extent.begin >= extent.end || extent.end > gate.out ||
-      extent.begin % kBlock != 0 || extent.end % kBlock != 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "extent is [", extent.begin, ", ", extent.end,
-        "), must be a non-empty "
-        "range of multiples of 128 (the Hadamard block) within 0..",
-        gate.out));
-  }
+  RETURN_IF_ERROR(CheckExtent(extent, gate.out));
   for (const ExpertMatrices& matrices : layer.experts) {
     for (const Exl3Matrix& matrix : matrices) {
       RETURN_IF_ERROR(CheckExl3Values(matrix, checkpoint));

@@ -29,8 +29,29 @@ namespace kiln {
 inline constexpr uint64_t kStagingBytesMax = 64u << 20;
 inline constexpr uint64_t kStagingExpertsMax = 64;
 
-// Intermediate channels [begin, end) of the source, multiples of 128: what one
-// tensor-parallel rank holds. Outputs of all ranks add up to the whole.
+// Consecutive pieces of a tensor; one is only valid during the call.
+using PieceSink = std::function<absl::Status(std::span<const uint8_t>)>;
+
+// A native tensor as rows that are read one by one.
+struct NativeRows {
+  uint64_t bytes = 0;  // of the tensor
+  uint64_t experts = 1;
+  uint64_t rows = 1;  // of each expert
+  // Of one row, at most kStagingBytesMax.
+  std::function<uint64_t(uint64_t expert, uint64_t row)> row_bytes;
+  // Fills one row.
+  std::function<absl::Status(uint64_t expert, uint64_t row,
+                             std::span<uint8_t> out)>
+      read;
+};
+
+// Calls `sink` with pieces of whole rows, each of at most kStagingBytesMax
+// bytes of at most kStagingExpertsMax experts. Stops at the first error.
+absl::Status StreamRows(const NativeRows& rows, const PieceSink& sink);
+
+// Channels [begin, end) of one axis of the source, multiples of 128: what one
+// tensor-parallel rank holds; of fused_moe, intermediate channels. Outputs of
+// all ranks add up to the whole.
 struct TrellisExtent {
   int64_t begin = 0;
   int64_t end = 0;
@@ -55,12 +76,8 @@ class TrellisSource {
   // rates follow each other without gaps; such a trellis has rank 1.
   SafetensorsTensor Tensor(FusedMoeParam slot) const;
 
-  // Calls `sink` with consecutive pieces of the slot's native tensor, each of
-  // at most kStagingBytesMax bytes of at most kStagingExpertsMax experts. The
-  // piece is only valid during the call. Stops at the first error.
-  absl::Status Stream(
-      FusedMoeParam slot,
-      const std::function<absl::Status(std::span<const uint8_t>)>& sink);
+  // StreamRows of the slot's native tensor.
+  absl::Status Stream(FusedMoeParam slot, const PieceSink& sink);
 
  protected:
   explicit TrellisSource(TrellisLayout layout) : layout_(std::move(layout)) {}
@@ -77,11 +94,17 @@ class TrellisSource {
   TrellisLayout layout_;
 };
 
+// InvalidArgument for a rank outside 0..ranks-1.
+absl::Status CheckRank(int64_t rank, int64_t ranks);
+
 // Channels of rank `rank` of `ranks`, counted from 0.
 //   Errors: InvalidArgument for a rank outside 0..ranks-1 or a split that cuts
-//   a Hadamard block; see IntermediatePerRank.
+//   a Hadamard block; see ChannelsPerRank.
 absl::StatusOr<TrellisExtent> ExtentOfRank(int64_t intermediate, int64_t rank,
                                            int64_t ranks);
+
+// InvalidArgument unless the extent lies within `channels`.
+absl::Status CheckExtent(const TrellisExtent& extent, int64_t channels);
 
 // A source over the EXL3 groups of one layer. Checks the values that have rules
 // of their own: markers and scales.

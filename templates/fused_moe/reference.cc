@@ -2,11 +2,8 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cmath>
 #include <cstddef>
-#include <functional>
-#include <thread>
 #include <vector>
 
 #include "compiler/base/check.h"
@@ -14,6 +11,7 @@
 #include "device/hadamard.h"
 #include "device/half.h"
 #include "templates/formats/mxfp8.h"
+#include "templates/fused_moe/parallel_for.h"
 
 namespace kiln {
 namespace {
@@ -69,23 +67,6 @@ void HadamardAcross(double* v, ReferenceMode mode) {
       *four[3] = 0.5 * (d0 - d1);
     }
   }
-}
-
-// ---- work distribution -----------------------------------------------------
-
-// Calls work(i) once for each i in [0, count), from up to `threads` threads.
-void ParallelFor(int64_t count, int threads,
-                 const std::function<void(int64_t)>& work) {
-  std::atomic<int64_t> next{0};
-  const auto run = [&] {
-    for (int64_t i = next++; i < count; i = next++) work(i);
-  };
-  std::vector<std::thread> workers;
-  for (int64_t i = 1; i < std::min<int64_t>(threads, count); ++i) {
-    workers.emplace_back(run);
-  }
-  run();
-  for (std::thread& worker : workers) worker.join();
 }
 
 // ---- the op ----------------------------------------------------------------

@@ -401,6 +401,16 @@ TEST(BundleAttributesTest, GeometryComesBackFromItsFields) {
               ::kiln::testing::IsOkAndHolds(geometry));
 }
 
+// What reads bundles knows fused_moe only.
+TEST(BundleAttributesTest, RefusesTheGeometryOfLinear) {
+  RequestGeometry geometry;
+  geometry.op = Op::kLinear;
+  geometry.linear = {.in_features = 128, .out_features = 256, .bits = 4};
+  EXPECT_THAT(GeometryFromAttributes(GeometryAttributes(geometry)),
+              StatusIs(kInvalid, HasSubstr("geometry field op is 'linear', "
+                                           "which this build does not read")));
+}
+
 TEST(BundleAttributesTest, RefusesFieldsThatWereNotWritten) {
   const std::vector<CanonicalField> good = GeometryAttributes(TinyGeometry());
   for (size_t i = 0; i < good.size(); ++i) {

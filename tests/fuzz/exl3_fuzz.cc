@@ -8,8 +8,11 @@
 #include <cstdlib>
 #include <filesystem>
 #include <string>
+#include <variant>
 
+#include "templates/formats/dense_layers.h"
 #include "templates/formats/describe.h"
+#include "templates/formats/linear_source.h"
 #include "templates/formats/routed_experts.h"
 #include "tests/fuzz/layer_checks.h"
 #include "tests/fuzz/memory_file.h"
@@ -59,21 +62,46 @@ class MemoryCheckpoint {
   MemoryFile tensors_;
 };
 
-void CheckFirstLayer(const std::string& folder, int64_t number) {
-  const absl::StatusOr<kiln::ModelConfig> config =
-      kiln::ReadModelConfig(folder);
-  KILN_CHECK(config.ok());
-  absl::StatusOr<kiln::Checkpoint> checkpoint = kiln::Checkpoint::Open(folder);
-  KILN_CHECK(checkpoint.ok());
-  const auto experts = kiln::RoutedExperts::Find(*checkpoint, *config);
+void CheckExperts(const kiln::ModelConfig& config, int64_t number,
+                  kiln::Checkpoint* checkpoint) {
+  const auto experts = kiln::RoutedExperts::Find(*checkpoint, config);
   KILN_CHECK(experts.ok());
   const absl::StatusOr<kiln::RoutedLayer> layer = experts->Layer(number);
   KILN_CHECK(layer.ok());
   const auto source =
-      kiln::TrellisFromExl3(*layer, {0, config->intermediate}, &*checkpoint);
+      kiln::TrellisFromExl3(*layer, {0, config.intermediate}, checkpoint);
   // Of the bytes, markers and scales have rules.
   if (!source.ok()) return CheckRefused(source.status());
   kiln::testing::CheckStreams(source->get());
+}
+
+void CheckMatrices(const kiln::DenseConfig& config, int64_t number,
+                   kiln::Checkpoint* checkpoint) {
+  const auto layers = kiln::DenseLayers::Find(*checkpoint, config);
+  KILN_CHECK(layers.ok());
+  const auto matrices = layers->Layer(number);
+  KILN_CHECK(matrices.ok());
+  for (const kiln::DenseMatrix& matrix : *matrices) {
+    const auto extent = kiln::ExtentOfRank(matrix, 0, 1);
+    KILN_CHECK(extent.ok());
+    auto source =
+        kiln::LinearSource::FromExl3(matrix.matrix, *extent, checkpoint);
+    // As above, and biases.
+    if (!source.ok()) return CheckRefused(source.status());
+    kiln::testing::CheckStreams(source->Slots(), &*source);
+  }
+}
+
+void CheckFirstLayer(const std::string& folder, int64_t number) {
+  const absl::StatusOr<kiln::AnyModelConfig> config =
+      kiln::ReadAnyModelConfig(folder);
+  KILN_CHECK(config.ok());
+  absl::StatusOr<kiln::Checkpoint> checkpoint = kiln::Checkpoint::Open(folder);
+  KILN_CHECK(checkpoint.ok());
+  if (const auto* dense = std::get_if<kiln::DenseConfig>(&*config)) {
+    return CheckMatrices(*dense, number, &*checkpoint);
+  }
+  CheckExperts(std::get<kiln::ModelConfig>(*config), number, &*checkpoint);
 }
 
 }  // namespace

@@ -17,8 +17,10 @@ inline void CheckRefused(const absl::Status& status) {
 }
 
 // Every native tensor has the size that was declared for it.
-inline void CheckStreams(TrellisSource* source) {
-  for (const FusedMoeParam slot : kTrellisSlots) {
+//   Source: TrellisSource or LinearSource.
+template <class Source, class Slots>
+void CheckStreams(const Slots& slots, Source* source) {
+  for (const auto slot : slots) {
     uint64_t bytes = 0;
     const absl::Status status =
         source->Stream(slot, [&](std::span<const uint8_t> piece) {
@@ -28,6 +30,10 @@ inline void CheckStreams(TrellisSource* source) {
     KILN_CHECK(status.ok());
     KILN_CHECK(bytes == source->Tensor(slot).bytes());
   }
+}
+
+inline void CheckStreams(TrellisSource* source) {
+  CheckStreams(kTrellisSlots, source);
 }
 
 }  // namespace kiln::testing

@@ -69,7 +69,7 @@ TEST(LayerCorpusTest, EveryQsrtFileIsReadToItsEnd) {
 }
 
 TEST(LayerCorpusTest, EveryExl3FileIsDescribedAndPrepared) {
-  for (const char* name : {"mcg", "legacy_3inst", "mixtral_mul1"}) {
+  for (const char* name : {"mcg", "legacy_3inst", "mixtral_mul1", "qwen2"}) {
     SCOPED_TRACE(name);
     const std::string input = CorpusFile(std::string("exl3/") + name);
     const size_t line = input.find('\n');

@@ -159,6 +159,52 @@ void AddExperts(const TestNaming& naming, int64_t layer, uint64_t hidden,
   }
 }
 
+std::string DenseConfigJson(const std::string& model_type,
+                            const TestDense& dense, int64_t layers,
+                            const std::string& more) {
+  return absl::StrCat(
+      "{\"model_type\": \"", model_type, "\", \"hidden_act\": \"silu\", ",
+      "\"hidden_size\": ", dense.hidden,
+      ", \"intermediate_size\": ", dense.intermediate,
+      ", \"num_attention_heads\": ", dense.query / 128,
+      ", \"num_key_value_heads\": ", dense.key_value / 128,
+      ", \"head_dim\": 128, \"vocab_size\": 1000, ",
+      "\"torch_dtype\": \"bfloat16\", \"num_hidden_layers\": ", layers, more,
+      "}");
+}
+
+std::string DenseKey(const TestDense& dense, int64_t layer,
+                     const std::string& projection) {
+  return absl::StrCat(dense.prefix, "layers.", layer, ".", projection);
+}
+
+void AddDenseLayer(const TestDense& dense, int64_t layer,
+                   TestTensors* tensors) {
+  const struct {
+    const char* projection;
+    uint64_t in;
+    uint64_t out;
+  } matrices[] = {{"self_attn.q_proj", dense.hidden, dense.query},
+                  {"self_attn.k_proj", dense.hidden, dense.key_value},
+                  {"self_attn.v_proj", dense.hidden, dense.key_value},
+                  {"self_attn.o_proj", dense.query, dense.hidden},
+                  {"mlp.gate_proj", dense.hidden, dense.intermediate},
+                  {"mlp.up_proj", dense.hidden, dense.intermediate},
+                  {"mlp.down_proj", dense.intermediate, dense.hidden}};
+
+  uint64_t seed = static_cast<uint64_t>(layer) * 8;
+  for (const auto& matrix : matrices) {
+    AddExl3(DenseKey(dense, layer, matrix.projection), matrix.in, matrix.out,
+            dense.bits, dense.codebook, seed++, tensors);
+  }
+}
+
+void AddBias(const std::string& key, uint64_t out, uint64_t seed,
+             TestTensors* tensors) {
+  uint64_t state = seed;
+  (*tensors)[key + ".bias"] = {"F16", {out}, RandomScales(out, &state)};
+}
+
 void WriteLargeCheckpoint(const TestFolder& folder) {
   constexpr int kLayers = 48;
   constexpr uint64_t kExperts = 64;

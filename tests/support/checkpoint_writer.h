@@ -78,6 +78,33 @@ void AddExperts(const TestNaming& naming, int64_t layer, uint64_t hidden,
                 uint64_t intermediate, uint64_t experts, const TestRates& rates,
                 TestTensors* tensors);
 
+// One layer of a dense model of Llama's form.
+struct TestDense {
+  std::string prefix = "model.";  // before "layers."
+  uint64_t hidden = 256;
+  uint64_t query = 384;      // 3 heads of 128
+  uint64_t key_value = 128;  // 1 head
+  uint64_t intermediate = 512;
+  uint64_t bits = 4;
+  std::string codebook = "mcg";
+};
+
+// config.json of `layers` such layers, a vocabulary of 1000; `more` is its end.
+std::string DenseConfigJson(const std::string& model_type,
+                            const TestDense& dense, int64_t layers,
+                            const std::string& more = "");
+
+// "model.layers.3.self_attn.q_proj".
+std::string DenseKey(const TestDense& dense, int64_t layer,
+                     const std::string& projection);
+
+// The seven matrices of a layer.
+void AddDenseLayer(const TestDense& dense, int64_t layer, TestTensors* tensors);
+
+// `<key>.bias` of binary16 values of order one.
+void AddBias(const std::string& key, uint64_t out, uint64_t seed,
+             TestTensors* tensors);
+
 // A checkpoint of the size of real ones: 48 layers of 64 experts, H 2048, I
 // 768, 36,864 tensors in 100 shards with their index and config.json. The files
 // are sparse: no room for the tensors' bytes.

@@ -8,9 +8,10 @@ import json
 import os
 import unittest
 
-from small_checkpoint import (HAS_COMPILER, CliTest, write_btx,
-                              write_checkpoint, write_qsrt,
-                              write_real_checkpoint)
+from small_checkpoint import (DENSE, HAS_COMPILER, CliTest, write_btx,
+                              write_checkpoint, write_dense_checkpoint,
+                              write_qsrt, write_real_checkpoint,
+                              write_real_dense_checkpoint)
 
 
 class CheckpointCliTest(CliTest):
@@ -139,10 +140,95 @@ class CheckpointCliTest(CliTest):
             self.kiln("prepare", self.checkpoint, "-o", self.at("out"),
                       "--layer", "0", "--tp", tp, code=2)
         with open(self.at("config.json"), "w") as handle:
-            json.dump({"model_type": "llama"}, handle)
+            json.dump({"model_type": "phi3"}, handle)
         done = self.kiln("describe", self.checkpoint, code=4)
         self.assertIn("has no routed experts", done.stderr)
         self.kiln("describe", self.at("none"), code=2)
+
+
+class DenseCliTest(CliTest):
+    def setUp(self):
+        super().setUp()
+        write_dense_checkpoint(self.checkpoint)
+
+    def test_describe_has_a_request_for_each_projection(self):
+        path = self.at("model.json")
+        shown = self.kiln("describe", self.checkpoint, "-o", path)
+        self.assertIn("linear [256, 512] exl3-mcg K4 w4a16 bf16 bias",
+                      shown.stdout)
+        with open(path) as handle:
+            requests = json.load(handle)["requests"]
+        self.assertEqual(
+            [(r["name"], r["layers"], r["weights"]["bits"]) for r in requests],
+            [("q_proj", [0, 1], 4), ("k_proj", [0, 1], 4),
+             ("v_proj", [0, 1], 4), ("o_proj", [0, 1], 4),
+             ("gate_proj", [0, 1], 4), ("up_proj", [0, 1], 4),
+             ("down_proj", [0], 4), ("down_proj-1", [1], 3),
+             ("lm_head", [2], 6)])
+
+    def test_ranks_share_what_can_be_shared(self):
+        manifest = json.loads(
+            self.kiln("describe", self.checkpoint, "--tp", "2").stdout)
+        sizes = {r["name"]: (r["in_features"], r["out_features"])
+                 for r in manifest["requests"]}
+        self.assertEqual(sizes, {
+            "q_proj": (256, 256), "k_proj": (256, 128), "v_proj": (256, 128),
+            "o_proj": (256, 256), "gate_proj": (256, 384),
+            "up_proj": (256, 384), "down_proj": (384, 256),
+            "down_proj-1": (384, 256), "lm_head": (256, 384)})
+        done = self.kiln("describe", self.checkpoint, "--tp", "4", code=2)
+        self.assertIn('tensor "model.layers.0.self_attn.k_proj.trellis": '
+                      "output size 256 cannot be split over 4 ranks",
+                      done.stderr)
+
+    def test_prepare_writes_all_matrices_of_a_layer_and_the_head(self):
+        for layer, text in ((1, "down_proj [384, 256] K3"),
+                            (2, "linear lm_head [256, 384] K6")):
+            done = self.kiln("--json", "prepare", self.checkpoint, "-o",
+                             self.at("out"), "--layer", str(layer), "--tp",
+                             "1/2")
+            answer = json.loads(done.stdout)
+            self.assertEqual(os.path.getsize(answer["file"]), answer["bytes"])
+            self.assertIn(text, answer["geometry"])
+        done = self.kiln("prepare", self.checkpoint, "-o", self.at("out"),
+                         "--layer", "3", code=2)
+        self.assertIn("has no layer 3; it has 0..2, of which the last is the "
+                      "head", done.stderr)
+
+    def test_no_template_serves_what_describe_writes(self):
+        path = self.at("model.json")
+        self.kiln("describe", self.checkpoint, "-o", path)
+        for verb in ("plan", "prewarm"):
+            done = self.kiln(verb, path, "--target", "cpu-x86-64-v2", code=4)
+            self.assertIn("no template of this build serves op linear on "
+                          "cpu-x86-64-v2, which request \"q_proj\" is for",
+                          done.stderr)
+        self.assertFalse(os.path.exists(self.at("cache")))
+
+    def test_encode_makes_a_dense_checkpoint(self):
+        write_real_dense_checkpoint(self.at("real"))
+        done = self.kiln("encode", self.at("real"), "-o", self.at("encoded"),
+                         "--bits", "4,4,3", code=2)
+        self.assertIn("a dense model, whose matrices get one rate",
+                      done.stderr)
+        done = self.kiln("--json", "encode", self.at("real"), "-o",
+                         self.at("encoded"), "--bits", "5")
+        answer = json.loads(done.stdout)
+        self.assertEqual(answer["matrices"], 7)
+        self.assertAlmostEqual(answer["relative_error"], 0.00121,
+                               delta=0.00015)
+        manifest = json.loads(self.kiln("describe", self.at("encoded")).stdout)
+        self.assertEqual([r["name"] for r in manifest["requests"]],
+                         [name.split(".")[1] for name in DENSE])
+        self.assertTrue(manifest["requests"][0]["bias"])
+        self.kiln("prepare", self.at("encoded"), "-o", self.at("out"),
+                  "--layer", "0")
+
+    def test_sidecars_are_not_made_of_a_dense_model(self):
+        done = self.kiln("encode", self.checkpoint, "-o", self.at("npk"),
+                         "--format", "npk1", code=4)
+        self.assertIn('"qwen2" has no routed experts', done.stderr)
+        self.assertFalse(os.path.exists(self.at("npk")))
 
 
 class ContainerCliTest(CliTest):

@@ -672,6 +672,28 @@ class MissingThingsTest(CliTest):
                 "cpu", *verb[1:]], cache="no cc")
         self.assertFalse((SCRATCH / "no_cc.kiln").exists())
 
+    def test_an_op_that_no_template_serves_is_refused_and_makes_nothing(self):
+        linear = {"name": "q_proj", "op": "linear", "layers": 2,
+                  "in_features": 256, "out_features": 128,
+                  "io_dtype": "bf16", "recipe": "w4a16",
+                  "weights": {"format": "exl3", "codebook": "mcg", "bits": 4},
+                  "capacities": [1, 4]}
+        file = SCRATCH / "linear.kiln"
+        for path in (write("linear.json", manifest(linear)),
+                     write("both.json", manifest(REQUEST, linear))):
+            for target in ("cpu-x86-64-v2", "sm_90a"):
+                for verb in (["plan"], ["prewarm"],
+                             ["prewarm", "--compile-only"],
+                             ["freeze", "-o", file],
+                             ["explain", "--entry", "q_proj", "--tokens", "1"]):
+                    self.refuse(REFUSED, "no template of this build serves op "
+                                f"linear on {target}", 'request "q_proj"',
+                                "take such requests out of the manifest",
+                                args=[verb[0], path, "--target", target,
+                                      *verb[1:]], cache="linear")
+        self.assertFalse(file.exists())
+        self.assertFalse((SCRATCH / "linear").exists())
+
     @need_nvrtc
     def test_without_a_gpu_plans_are_predicted_and_incomplete(self):
         if DOCTOR["devices"]:

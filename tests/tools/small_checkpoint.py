@@ -132,6 +132,56 @@ def write_checkpoint(folder):
         json.dump({"metadata": {}, "weight_map": weight_map}, handle)
 
 
+DENSE = {"self_attn.q_proj": (256, 512), "self_attn.k_proj": (256, 256),
+         "self_attn.v_proj": (256, 256), "self_attn.o_proj": (512, 256),
+         "mlp.gate_proj": (256, 768), "mlp.up_proj": (256, 768),
+         "mlp.down_proj": (768, 256)}
+
+
+def write_dense_config(folder, layers):
+    """config.json of Qwen2 with the shapes of DENSE."""
+    with open(os.path.join(folder, "config.json"), "w") as handle:
+        json.dump({"model_type": "qwen2", "hidden_act": "silu",
+                   "hidden_size": 256, "intermediate_size": 768,
+                   "num_attention_heads": 4, "num_key_value_heads": 2,
+                   "head_dim": 128, "vocab_size": 300,
+                   "num_hidden_layers": layers, "torch_dtype": "bfloat16"},
+                  handle)
+
+
+def write_dense_checkpoint(folder):
+    """Two layers at 4 bits with biases of the queries, and a head at 6; the
+    products of the last layer are at 3 bits."""
+    write_dense_config(folder, layers=2)
+    tensors = exl3("lm_head", 256, 384, 6)
+    for layer in range(2):
+        for name, (rows, columns) in DENSE.items():
+            key = f"model.layers.{layer}.{name}"
+            bits = 3 if layer == 1 and name == "mlp.down_proj" else 4
+            tensors |= exl3(key, rows, columns, bits)
+        tensors[f"model.layers.{layer}.self_attn.q_proj.bias"] = halves(512)
+    write_safetensors(os.path.join(folder, "model.safetensors"), tensors)
+
+
+def write_real_dense_checkpoint(folder):
+    """One layer of DENSE in bf16, with a bias of the queries."""
+    os.makedirs(folder)
+    write_dense_config(folder, layers=1)
+    rng = random.Random(11)
+
+    def numbers(*shape):
+        count = 1
+        for size in shape:
+            count *= size
+        return ("BF16", list(shape),
+                bfloat16([rng.gauss(0, 0.05) for _ in range(count)]))
+
+    tensors = {"model.layers.0.self_attn.q_proj.bias": numbers(512)}
+    for name, (rows, columns) in DENSE.items():
+        tensors[f"model.layers.0.{name}.weight"] = numbers(columns, rows)
+    write_safetensors(os.path.join(folder, "model.safetensors"), tensors)
+
+
 def write_config(folder, hidden=HIDDEN, intermediate=INTERMEDIATE,
                  experts=EXPERTS, layers=1, **more):
     """config.json of Qwen3-MoE, two routes for each token where it can."""

@@ -344,6 +344,41 @@ TEST(PlannerTest, SaysSoWhenNoTemplateServesTheTarget) {
                      HasSubstr("sm_80 and later"))));
 }
 
+RequestGeometry Linear() {
+  RequestGeometry geometry;
+  geometry.op = Op::kLinear;
+  geometry.linear = {.in_features = 256, .out_features = 128, .bits = 4};
+  return geometry;
+}
+
+TEST(PlannerTest, SaysSoWhenNoTemplateServesTheOp) {
+  EXPECT_THAT(
+      Planner(Linear(), ProfileOf("sm_90a"), TestToolchain(), {4}).Plan({1, 1}),
+      StatusIs(absl::StatusCode::kUnimplemented,
+               HasSubstr("no template serves linear [256, 128] "
+                         "exl3-mcg K4 w4a16 bf16 on sm_90a")));
+}
+
+TEST(CheckOpsServedTest, NamesTheRequestTheTargetAndWhatToDo) {
+  Manifest manifest;
+  manifest.requests.resize(1);
+  manifest.requests[0].name = "moe";
+  manifest.requests[0].geometry = Qwen();
+  const std::vector<Target> targets = {ProfileOf("cpu-x86-64-v3").target,
+                                       ProfileOf("sm_90a").target};
+  EXPECT_OK(CheckOpsServed(manifest, targets));
+  manifest.requests.resize(2);
+  manifest.requests[1].name = "q_proj";
+  manifest.requests[1].geometry = Linear();
+  EXPECT_THAT(
+      CheckOpsServed(manifest, targets),
+      StatusIs(absl::StatusCode::kUnimplemented,
+               AllOf(HasSubstr("no template of this build serves op linear on "
+                               "cpu-x86-64-v3"),
+                     HasSubstr("request \"q_proj\""),
+                     HasSubstr("take such requests out of the manifest"))));
+}
+
 // The largest geometry a manifest may name: every number must still fit, or the
 // point must be rejected by a rule.
 TEST(PlannerTest, TheLimitsOfAManifestDoNotOverflow) {

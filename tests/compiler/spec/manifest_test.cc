@@ -260,7 +260,8 @@ std::vector<BadInput> BadInputs() {
        "m.json:8:15: \"layers\" is -1, must be within 0..1023"},
       // Words.
       {"UnknownOp", "\"fused_moe\"", "\"gemm\"",
-       "m.json:7:10: \"op\" is \"gemm\", must be one of \"fused_moe\""},
+       "m.json:7:10: \"op\" is \"gemm\", must be one of \"fused_moe\", "
+       "\"linear\""},
       {"Row33UnknownActivation", "\"silu\"", "\"gelu\"",
        "m.json:13:18: \"activation\" is \"gelu\", must be one of \"silu\""},
       {"Row35UnknownIoDtype", "\"bf16\"", "\"f32\"",
@@ -328,6 +329,146 @@ INSTANTIATE_TEST_SUITE_P(Inputs, BadInputTest, ::testing::ValuesIn(BadInputs()),
 TEST_P(BadInputTest, IsRefusedWithPlaceValueAndRule) {
   const BadInput& input = GetParam();
   EXPECT_THAT(ParseManifest(Changed(input.from, input.to), "m.json"),
+              StatusIs(absl::StatusCode::kInvalidArgument, Eq(input.message)));
+}
+
+// The same of one matrix.
+const char* const kLinear =
+    "{\n"                                          // 1
+    " \"schema\": \"kiln.model/1\",\n"             // 2
+    " \"name\": \"tiny\",\n"                       // 3
+    " \"requests\": [{\n"                          // 4
+    "   \"name\": \"k_proj\",\n"                   // 5
+    "   \"op\": \"linear\",\n"                     // 6
+    "   \"layers\": 2,\n"                          // 7
+    "   \"in_features\": 256,\n"                   // 8
+    "   \"out_features\": 128,\n"                  // 9
+    "   \"io_dtype\": \"bf16\",\n"                 // 10
+    "   \"weights\": {\"format\": \"exl3\",\n"     // 11
+    "     \"codebook\": \"mcg\", \"bits\": 4},\n"  // 12
+    "   \"recipe\": \"w4a16\",\n"                  // 13
+    "   \"capacities\": [1, 2, 4]\n"               // 14
+    " }]\n"                                        // 15
+    "}\n";                                         // 16
+
+TEST(ParseLinearTest, ReadsEveryField) {
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest, ParseManifest(kLinear, "f"));
+  ASSERT_EQ(manifest.requests.size(), 1u);
+  const Request& request = manifest.requests[0];
+  EXPECT_EQ(request.name, "k_proj");
+  EXPECT_THAT(request.layers, ElementsAre(0, 1));
+  EXPECT_THAT(request.capacities, ElementsAre(1, 2, 4));
+  RequestGeometry expected;
+  expected.op = Op::kLinear;
+  expected.linear = {.in_features = 256, .out_features = 128, .bits = 4};
+  EXPECT_EQ(request.geometry, expected);
+}
+
+TEST(ParseLinearTest, ReadsTheOtherSpellings) {
+  const std::string text = absl::StrReplaceAll(
+      kLinear, {{"\"layers\": 2", "\"layers\": [3, 1023]"},
+                {"256", "1048576"},
+                {"\"out_features\": 128",
+                 "\"out_features\": 384, \"bias\": "
+                 "true"},
+                {"\"bits\": 4", "\"bits\": 8"},
+                {"\"mcg\"", "\"3inst\""},
+                {"bf16", "f16"},
+                {"[1, 2, 4]", "[65536], \"deterministic\": true"}});
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest, ParseManifest(text, "f"));
+  RequestGeometry expected;
+  expected.op = Op::kLinear;
+  expected.linear = {
+      .in_features = 1048576, .out_features = 384, .bits = 8, .bias = true};
+  expected.io_dtype = DType::kF16;
+  expected.weights.codebook = Codebook::k3Inst;
+  expected.deterministic = true;
+  EXPECT_EQ(manifest.requests[0].geometry, expected);
+}
+
+TEST(ParseLinearTest, CanonicalTextIsAFixedPointAndGolden) {
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest, ParseManifest(kLinear, "f"));
+  const std::string text = ManifestToJson(manifest);
+  ASSERT_OK_AND_ASSIGN(const Manifest again, ParseManifest(text, "again"));
+  EXPECT_EQ(again.requests[0].geometry, manifest.requests[0].geometry);
+  EXPECT_EQ(ManifestToJson(again), text);
+  ExpectGolden(text, "manifest.v1/linear.json");
+}
+
+TEST(ParseLinearTest, StandsBesideFusedMoeInOneManifest) {
+  const std::string moe = kSmall;
+  const std::string linear = kLinear;
+  const size_t request = linear.find("{\n   \"name\"");
+  const size_t end = linear.find("]\n}");
+  const std::string both =
+      absl::StrCat(moe.substr(0, moe.find(" ]\n}")), ", ",
+                   linear.substr(request, end - request), "]}");
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest, ParseManifest(both, "f"));
+  ASSERT_OK_AND_ASSIGN(const std::vector<PlannedRequest> planned,
+                       Canonicalize(manifest, 0));
+  ASSERT_EQ(planned.size(), 2u);
+  EXPECT_EQ(planned[0].geometry.op, Op::kFusedMoe);
+  EXPECT_EQ(planned[1].geometry.op, Op::kLinear);
+}
+
+std::vector<BadInput> BadLinearInputs() {
+  const std::string keys =
+      "known: name, op, layers, in_features, out_features, bias, io_dtype, "
+      "weights, recipe, capacities, deterministic";
+  return {
+      {"KeyOfFusedMoe", "\"out_features\"", "\"hidden\"",
+       "m.json:9:4: unknown key \"hidden\" in request; " + keys},
+      {"ActivationOfFusedMoe", "\"io_dtype\"",
+       "\"activation\": \"silu\", \"io_dtype\"",
+       "m.json:10:4: unknown key \"activation\" in request; " + keys},
+      {"MissingOutFeatures", "   \"out_features\": 128,\n", "",
+       "m.json:4:15: request lacks the key \"out_features\""},
+      {"ZeroInFeatures", "\"in_features\": 256", "\"in_features\": 0",
+       "m.json:8:19: \"in_features\" is 0, must be within 128..1048576"},
+      {"HugeOutFeatures", "\"out_features\": 128", "\"out_features\": 1048704",
+       "m.json:9:20: \"out_features\" is 1048704, must be within "
+       "128..1048576"},
+      {"Row23RaggedInFeatures", "\"in_features\": 256", "\"in_features\": 192",
+       "m.json:8:19: \"in_features\" is 192, must be a multiple of 128 (the "
+       "Hadamard block)"},
+      {"Row23RaggedOutFeatures", "\"out_features\": 128",
+       "\"out_features\": 144",
+       "m.json:9:20: \"out_features\" is 144, must be a multiple of 128 (the "
+       "Hadamard block)"},
+      {"BiasAsNumber", "\"out_features\": 128",
+       "\"out_features\": 128, \"bias\": 1",
+       "m.json:9:33: \"bias\" must be a boolean, found 1"},
+      {"ZeroBits", "\"bits\": 4", "\"bits\": 0",
+       "m.json:12:33: \"bits\" is 0, must be within 1..8"},
+      // Two rates in one matrix: pairs, or those of three projections.
+      {"Row24PairOfBits", "\"bits\": 4", "\"bits\": [2, 4]",
+       "m.json:12:33: \"bits\" must be an integer, found an array of 2"},
+      {"Row24BitsByProjection", "\"bits\": 4",
+       "\"bits\": {\"gate\": 4, \"up\": 4, \"down\": 4}",
+       "m.json:12:33: \"bits\" must be an integer, found an object"},
+      {"ScalesOfExperts", "\"bits\": 4", "\"bits\": 4, \"scales\": \"shared\"",
+       "m.json:12:36: unknown key \"scales\" in \"weights\"; known: format, "
+       "codebook, bits"},
+      {"UnknownIoDtype", "\"bf16\"", "\"f32\"",
+       "m.json:10:16: \"io_dtype\" is \"f32\", must be one of \"bf16\", "
+       "\"f16\""},
+      {"RecipeW4a8", "\"w4a16\"", "\"w4a8\"",
+       "m.json:13:14: \"recipe\" is \"w4a8\", must be one of \"w4a16\""},
+  };
+}
+
+class BadLinearTest : public ::testing::TestWithParam<BadInput> {};
+
+INSTANTIATE_TEST_SUITE_P(Inputs, BadLinearTest,
+                         ::testing::ValuesIn(BadLinearInputs()),
+                         [](const auto& input) { return input.param.name; });
+
+TEST_P(BadLinearTest, IsRefusedWithPlaceValueAndRule) {
+  const BadInput& input = GetParam();
+  const std::string text =
+      absl::StrReplaceAll(kLinear, {{input.from, input.to}});
+  ASSERT_NE(text, kLinear);
+  EXPECT_THAT(ParseManifest(text, "m.json"),
               StatusIs(absl::StatusCode::kInvalidArgument, Eq(input.message)));
 }
 

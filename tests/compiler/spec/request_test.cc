@@ -3,6 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <string>
+#include <vector>
+
+#include "compiler/base/digest.h"
 #include "tests/compiler/spec/sample_plan.h"
 
 namespace kiln {
@@ -24,6 +28,61 @@ TEST(RequestGeometryTest, PrintsOneLine) {
   EXPECT_EQ(geometry.ToString(),
             "fused_moe H2048 I768 E128 k8 exl3-3inst K4 silu w4a16 f16 i64 "
             "shared scales deterministic");
+}
+
+TEST(RequestGeometryTest, PrintsALinearMatrix) {
+  RequestGeometry geometry;
+  geometry.op = Op::kLinear;
+  geometry.linear = {.in_features = 4096, .out_features = 1024, .bits = 5};
+  geometry.weights.codebook = Codebook::kMul1;
+  EXPECT_EQ(geometry.ToString(), "linear [4096, 1024] exl3-mul1 K5 w4a16 bf16");
+  geometry.linear.bias = true;
+  geometry.deterministic = true;
+  geometry.io_dtype = DType::kF16;
+  EXPECT_EQ(geometry.ToString(),
+            "linear [4096, 1024] exl3-mul1 K5 w4a16 f16 bias deterministic");
+}
+
+// The fields of a geometry in a key, "path=value".
+std::vector<std::string> Encoded(const RequestGeometry& geometry) {
+  CanonicalEncoder encoder("test/1");
+  geometry.Encode(&encoder);
+  const absl::StatusOr<CanonicalRecord> record =
+      DecodeCanonical(encoder.bytes());
+  EXPECT_TRUE(record.ok()) << record.status();
+  std::vector<std::string> fields;
+  for (const CanonicalField& field : record->fields) {
+    fields.push_back(field.path + "=" + field.value);
+  }
+  return fields;
+}
+
+// Stored plans are found by these bytes: a change here orphans all of them.
+TEST(RequestGeometryTest, AKeyOfFusedMoeHasTheFieldsItAlwaysHad) {
+  EXPECT_THAT(
+      Encoded(SampleGeometry()),
+      ElementsAre("request/op=fused_moe", "request/hidden=2048",
+                  "request/intermediate=768", "request/experts=128",
+                  "request/top_k=8", "request/activation=silu",
+                  "request/io_dtype=bf16", "request/id_dtype=i32",
+                  "request/format=exl3", "request/codebook=mcg",
+                  "request/bits_gate=3", "request/bits_up=4",
+                  "request/bits_down=5", "request/shared_scales=false",
+                  "request/recipe=w4a16", "request/deterministic=false"));
+}
+
+TEST(RequestGeometryTest, AKeyOfLinearHasItsOwnFieldsOnly) {
+  RequestGeometry geometry;
+  geometry.op = Op::kLinear;
+  geometry.linear = {
+      .in_features = 4096, .out_features = 1024, .bits = 5, .bias = true};
+  EXPECT_THAT(
+      Encoded(geometry),
+      ElementsAre("request/op=linear", "request/in_features=4096",
+                  "request/out_features=1024", "request/bias=true",
+                  "request/io_dtype=bf16", "request/format=exl3",
+                  "request/codebook=mcg", "request/bits=5",
+                  "request/recipe=w4a16", "request/deterministic=false"));
 }
 
 TEST(RequestTest, IntervalsLeaveNoGap) {

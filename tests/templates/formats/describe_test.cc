@@ -6,6 +6,7 @@
 #include <cstdio>
 
 #include "absl/strings/str_cat.h"
+#include "templates/formats/exl3.h"
 #include "tests/support/checkpoint_writer.h"
 #include "tests/support/status_matchers.h"
 
@@ -274,24 +275,34 @@ TEST(DescribeTest, RefusesGptOssAndNamesItsFirstTensor) {
                                        "gate_up_proj_bias\""))));
 }
 
-TEST(DescribeTest, Row23RefusesADenseModelAndNamesItsFirstMatrix) {
+// Of a form that is not Llama's.
+TEST(DescribeTest, RefusesAnUnknownDenseModelAndNamesItsFirstMatrix) {
   TestTensors tensors;
   for (const char* key :
-       {"model.layers.10.mlp.down_proj", "model.layers.2.self_attn.q_proj",
+       {"model.layers.10.mlp.down_proj", "model.layers.2.self_attn.qkv_proj",
         "model.layers.2.self_attn.o_proj"}) {
     testing::AddExl3(key, 128, 128, 4, "mcg", 1, &tensors);
   }
   tensors["lm_head.weight"] = {"F16", {1, 1}, "ab"};
   tensors["model.layers.0.self_attn.q_proj.weight"] = {"F16", {1, 1}, "ab"};
-  for (const char* type : {"llama", "qwen3", "mistral"}) {
-    EXPECT_THAT(
-        Describe(absl::StrCat("{\"model_type\": \"", type, "\"}"), tensors),
-        StatusIs(StatusCode::kFailedPrecondition,
-                 AllOf(HasSubstr("has no routed experts"), HasSubstr("linear"),
-                       HasSubstr("the first tensor concerned is "
-                                 "\"model.layers.2.self_attn.o_proj."
-                                 "trellis\""))));
-  }
+  EXPECT_THAT(Describe("{\"model_type\": \"phi3\"}", tensors),
+              StatusIs(StatusCode::kFailedPrecondition,
+                       AllOf(HasSubstr("is no known dense model"),
+                             HasSubstr("the first tensor concerned is "
+                                       "\"model.layers.2.self_attn.o_proj."
+                                       "trellis\""))));
+}
+
+// No template serves the op linear: a manifest with such requests could not be
+// prewarmed.
+TEST(DescribeTest, TheMatricesOfAttentionAreNotDescribedBesideExperts) {
+  TestTensors tensors = QwenTensors();
+  testing::AddExl3("model.layers.0.self_attn.q_proj", kHidden, 256, 4, "mcg", 1,
+                   &tensors);
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest,
+                       Describe(Config("qwen3_moe", 2), tensors));
+  ASSERT_EQ(manifest.requests.size(), 1u);
+  EXPECT_EQ(manifest.requests[0].name, "moe");
 }
 
 TEST(DescribeTest, RefusalsOfTheConfigurationNameTheFirstExpertsTensor) {
@@ -363,10 +374,10 @@ TEST(DescribeTest, RefusesRanksThatCutAHadamardBlock) {
               StatusIs(StatusCode::kInvalidArgument,
                        AllOf(HasSubstr("256 cannot be split over 4 ranks"),
                              HasSubstr("possible: 1, 2"))));
-  EXPECT_THAT(IntermediatePerRank(768, 4),
+  EXPECT_THAT(ChannelsPerRank("size", 768, 4),
               StatusIs(StatusCode::kInvalidArgument,
                        HasSubstr("possible: 1, 2, 3, 6")));
-  EXPECT_THAT(IntermediatePerRank(200, 1),
+  EXPECT_THAT(ChannelsPerRank("size", 200, 1),
               StatusIs(StatusCode::kInvalidArgument,
                        HasSubstr("200 is not a multiple of 128")));
 }

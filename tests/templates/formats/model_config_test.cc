@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <variant>
+
+#include "compiler/base/status_macros.h"
 #include "tests/support/status_matchers.h"
 
 namespace kiln {
@@ -120,11 +123,118 @@ TEST(ModelConfigTest, ReadsTheTextPartOfAVisionModel) {
   EXPECT_EQ(config.model_type, "qwen3_vl_moe_text");
 }
 
-TEST(ModelConfigTest, RefusesADenseModelWithTheReason) {
-  EXPECT_THAT(ParseModelConfig(R"({"model_type": "llama"})", "c.json"),
+constexpr char kLlama[] = R"({
+ "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096,
+ "intermediate_size": 14336, "num_attention_heads": 32,
+ "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256,
+ "torch_dtype": "float16",
+ "quantization_config": {"quant_method": "exl3", "codebook": "mul1"}
+})";
+
+absl::StatusOr<DenseConfig> DenseOf(const std::string& text) {
+  ASSIGN_OR_RETURN(const AnyModelConfig config,
+                   ParseAnyModelConfig(text, "c.json"));
+  EXPECT_TRUE(std::holds_alternative<DenseConfig>(config));
+  return std::get<DenseConfig>(config);
+}
+
+TEST(DenseConfigTest, ReadsLlama) {
+  ASSERT_OK_AND_ASSIGN(const DenseConfig config, DenseOf(kLlama));
+  EXPECT_EQ(config.model_type, "llama");
+  EXPECT_EQ(config.layers, 32);
+  EXPECT_EQ(config.hidden, 4096);
+  EXPECT_EQ(config.intermediate, 14336);
+  EXPECT_EQ(config.query, 4096);
+  EXPECT_EQ(config.key_value, 1024);
+  EXPECT_EQ(config.vocabulary, 128256);
+  EXPECT_EQ(config.io_dtype, DType::kF16);
+  EXPECT_EQ(config.codebook, Codebook::kMul1);
+}
+
+TEST(DenseConfigTest, HeadsMayHaveASizeOfTheirOwn) {
+  ASSERT_OK_AND_ASSIGN(const DenseConfig config,
+                       DenseOf(Replaced(kLlama, "\"hidden_act\"",
+                                        "\"head_dim\": 256, \"hidden_act\"")));
+  EXPECT_EQ(config.query, 8192);
+  EXPECT_EQ(config.key_value, 2048);
+}
+
+TEST(DenseConfigTest, WithoutANumberOfItsOwnEveryHeadHasKeysAndValues) {
+  ASSERT_OK_AND_ASSIGN(
+      const DenseConfig config,
+      DenseOf(Replaced(kLlama, "\"num_key_value_heads\": 8,", "")));
+  EXPECT_EQ(config.key_value, 4096);
+}
+
+TEST(DenseConfigTest, ReadsTheTextPartOfAVisionModel) {
+  ASSERT_OK_AND_ASSIGN(
+      const DenseConfig config,
+      DenseOf(R"({"model_type": "qwen3_vl", "text_config": )" +
+              Replaced(kLlama, "llama", "qwen3_vl_text") + "}"));
+  EXPECT_EQ(config.model_type, "qwen3_vl_text");
+}
+
+TEST(DenseConfigTest, RefusesImpossibleNumbersAndMissingKeys) {
+  const struct {
+    const char* from;
+    const char* to;
+    const char* message;
+  } cases[] = {
+      {"\"num_attention_heads\": 32", "\"num_attention_heads\": 0",
+       "0, must be within 1..4096"},
+      {"\"num_key_value_heads\": 8", "\"num_key_value_heads\": 33",
+       "33, must be within 1..32"},
+      {"\"hidden_act\"", "\"head_dim\": 32769, \"hidden_act\"",
+       "32769, must be within 1..32768"},
+      {"\"num_hidden_layers\": 32", "\"num_hidden_layers\": 1024",
+       "1024, must be within 1..1023"},
+      {"\"vocab_size\": 128256", "\"vocab_size\": 1048577",
+       "1048577, must be within 1..1048576"},
+      {"\"intermediate_size\"", "\"ffn\"",
+       "lacks the key \"intermediate_size\""},
+  };
+
+  for (const auto& c : cases) {
+    EXPECT_THAT(ParseAnyModelConfig(Replaced(kLlama, c.from, c.to), "c.json"),
+                StatusIs(StatusCode::kInvalidArgument,
+                         AllOf(HasSubstr("c.json:"), HasSubstr(c.message))));
+  }
+}
+
+TEST(DenseConfigTest, Row35RefusesActivationsOfAnotherType) {
+  EXPECT_THAT(
+      ParseAnyModelConfig(Replaced(kLlama, "float16", "float32"), "c.json"),
+      StatusIs(StatusCode::kInvalidArgument,
+               HasSubstr("\"torch_dtype\" is \"float32\"")));
+}
+
+TEST(DenseConfigTest, RefusesAnotherQuantisation) {
+  EXPECT_THAT(ParseAnyModelConfig(Replaced(kLlama, "exl3", "fp8"), "c.json"),
+              StatusIs(StatusCode::kFailedPrecondition,
+                       HasSubstr("\"quant_method\" is \"fp8\", only")));
+}
+
+TEST(DenseConfigTest, RefusesAModelOfAnotherFormWithTheKnownOnes) {
+  EXPECT_THAT(
+      ParseAnyModelConfig(R"({"model_type": "phi3"})", "c.json"),
+      StatusIs(StatusCode::kFailedPrecondition,
+               AllOf(HasSubstr("\"phi3\" has no routed experts and is no known "
+                               "dense model"),
+                     HasSubstr("llama, mistral"))));
+}
+
+TEST(ModelConfigTest, RefusesADenseModelWhereExpertsAreMeant) {
+  EXPECT_THAT(ParseModelConfig(kLlama, "c.json"),
               StatusIs(StatusCode::kFailedPrecondition,
                        AllOf(HasSubstr("\"llama\" has no routed experts"),
                              HasSubstr("linear"))));
+}
+
+TEST(ModelConfigTest, AnyModelMayHaveExperts) {
+  ASSERT_OK_AND_ASSIGN(const AnyModelConfig config,
+                       ParseAnyModelConfig(kQwen, "c.json"));
+  ASSERT_TRUE(std::holds_alternative<ModelConfig>(config));
+  EXPECT_EQ(std::get<ModelConfig>(config).experts, 128);
 }
 
 TEST(ModelConfigTest, RefusesGptOssWithTheReason) {

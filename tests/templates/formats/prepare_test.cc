@@ -47,9 +47,9 @@ TEST(PrepareTest, WritesTheTensorsOfEveryRank) {
                                     : rank == 0 ? "-rank-0-of-2.safetensors"
                                                 : "-rank-1-of-2.safetensors"));
       EXPECT_EQ(prepared.bytes, std::filesystem::file_size(prepared.path));
-      EXPECT_EQ(prepared.layout.intermediate, 256 / ranks);
+      EXPECT_EQ(prepared.layout->intermediate, 256 / ranks);
       ASSERT_OK_AND_ASSIGN(const RequestGeometry geometry,
-                           ServedGeometry(prepared.layout));
+                           ServedGeometry(*prepared.layout));
       ASSERT_OK_AND_ASSIGN(SafetensorsFile file,
                            SafetensorsFile::Open(prepared.path));
       const std::vector<uint64_t> bytes = FusedMoeBytes(geometry, 1);
