@@ -16,9 +16,11 @@ namespace {
 
 constexpr uint32_t kRowsMax = 8;
 constexpr uint64_t kArenaZoneBytes = 4096;
-// What the arena holds before a launch, in turn: NaN and "no route"; large
-// finite numbers and indices far outside; zeros and the first of everything.
-constexpr std::array<uint8_t, 3> kArenaContents = {0xFF, 0x7B, 0x00};
+// What the arena holds before a launch, in turn: large finite numbers and
+// indices far outside; zeros and the first of everything; NaN and "no route".
+// The last hides what writes "no route" where it must not, so it is not the one
+// that the fewest tokens meet.
+constexpr std::array<uint8_t, 3> kArenaContents = {0x7B, 0x00, 0xFF};
 // Limits of the classes that leave the order of sums open.
 constexpr double kStagedRowMax = 1e-3;
 constexpr double kStagedCaseMax = 5e-4;
