@@ -446,7 +446,8 @@ constexpr Excuse kExcuses[] = {
     {kCpu, "Activate", " < ", "", "result[row][c] = 0;", kLocal},
     {kCpu, "Activate", " < ", "", "gate[c] = kd::Silu", kLocal},
     {kCpu, "MultiplyStrip", " < ", "", "row < kRows",
-     "one of the two clears a sum of the next half again, which is still clear; "
+     "one of the two clears a sum of the next half again, which is still "
+     "clear; "
      "the other is caught"},
     {kCpu, "PrefetchGroup", " < ", "", "", kHint},
     {kCpu, "PrefetchGroup", "* row_words", "", "", kHint},
