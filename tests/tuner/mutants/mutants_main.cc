@@ -1,13 +1,13 @@
 // kernel_mutants: wrong kernels, made from the templates, before the verifier.
 //
 //   kernel_mutants [--backend cpu|cuda] [--target TARGET] [--rule TEXT]
-//       [--spread N] [--jobs N] [--seconds N] [--list | --compile-only]
-//       [--verbose]
+//       [--without TEXT] [--spread N] [--jobs N] [--seconds N]
+//       [--list | --compile-only] [--verbose]
 //
-// --rule: only mutants whose name contains TEXT. --spread: N mutants at most,
-// spread over all rules. --seconds: a mutant that takes longer never ends and
-// is caught. Exit status: 0 every mutant is caught, 1 some are not, 77 this
-// machine cannot run them.
+// --rule: only mutants whose name contains TEXT; --without: only the others.
+// --spread: N mutants at most, spread over all rules. --seconds: a mutant that
+// takes longer never ends and is caught. Exit status: 0 every mutant is caught,
+// 1 some are not, 77 this machine cannot run them.
 
 #include <cstdio>
 #include <cstdlib>
@@ -34,6 +34,7 @@ struct Options {
   std::string backend = "cpu";
   std::string target = "sm_90a";
   std::string rule;
+  std::string without;
   size_t spread = 0;
   int jobs = 2;
   int seconds = 60;
@@ -234,7 +235,10 @@ int Run(const Options& options) {
   for (Mutant& mutant : *mutants) {
     Subject subject;
     subject.mutant = std::move(mutant);
-    if (absl::StrContains(subject.mutant.Name(), options.rule)) {
+    const std::string name = subject.mutant.Name();
+    if (absl::StrContains(name, options.rule) &&
+        (options.without.empty() ||
+         !absl::StrContains(name, options.without))) {
       subjects.push_back(std::move(subject));
     }
   }
@@ -298,6 +302,9 @@ int Main(int argc, char** argv) {
       ++i;
     } else if (flag == "--rule" && !value.empty()) {
       options.rule = value;
+      ++i;
+    } else if (flag == "--without" && !value.empty()) {
+      options.without = value;
       ++i;
     } else if (flag == "--spread" && absl::SimpleAtoi(value, &number) &&
                number > 0) {
