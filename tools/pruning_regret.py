@@ -5,9 +5,10 @@
 
 Measures the device's ceilings, then tunes twice: with the default choice of
 candidates, and with all, or with N per template (--against N). The regret of an
-interval is the time of the pruned winner over that of the exhaustive one, both as the exhaustive
-race measured them, less 1. Prints a line per interval, the median regret and
-the share of the exhaustive race's time. Other options go to kiln prewarm.
+interval is the time of the pruned winner over that of the exhaustive one, both
+as the exhaustive race measured them, less 1. Prints a line per interval, the
+median regret and the share of the exhaustive race's time. Other options go to
+kiln prewarm.
 """
 
 import argparse

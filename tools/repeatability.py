@@ -64,8 +64,9 @@ def main():
                             accepted=(0, 1))["recheck"]
             measured += again["measured"]
             slower += again["slower"]
-        print(f"tune {run + 1}/{arguments.runs}: {seconds[-1]:.1f} s, so far "
-              f"{slower} of {measured} rechecked winners slower",
+        rechecked = (f", so far {slower} of {measured} rechecked winners slower"
+                     if arguments.recheck else "")
+        print(f"tune {run + 1}/{arguments.runs}: {seconds[-1]:.1f} s{rechecked}",
               file=sys.stderr)
     if not arguments.keep:
         shutil.rmtree(folder)
