@@ -98,12 +98,9 @@ absl::Status PlanCache::ReadPlan(const Digest& key, RowCheck against,
     const ChecksumVerdict checksum =
         CompareChecksum(select, 9, {encoded, row_digest, preimage});
     const bool digests = against == RowCheck::kDigests || !checksum.fits;
-    if (digests && Sha256(encoded).AsBytes() != row_digest) {
-      return std::string(kRowDigestProblem);
-    }
-    if (digests && Sha256(preimage) != key) {
-      return std::string(kPreimageProblem);
-    }
+    const absl::string_view problem =
+        digests ? DigestProblem(encoded, row_digest, preimage, key) : "";
+    if (!problem.empty()) return std::string(problem);
     if (checksum.stored && !checksum.fits) return std::string(kChecksumProblem);
     absl::StatusOr<Plan> plan = PlanFromJson(columns.plan);
     if (!plan.ok()) return std::string(plan.status().message());
@@ -198,15 +195,14 @@ absl::Status PlanCache::ReadPlanPresence(const Digest& key,
   const std::string encoded = EncodeRow(columns);
   const ChecksumVerdict checksum =
       CompareChecksum(select, 8, {encoded, row_digest, preimage});
-  if (!checksum.fits && Sha256(encoded).AsBytes() != row_digest) {
-    row->problem = std::string(kRowDigestProblem);
-  } else if (!checksum.fits && Sha256(preimage) != key) {
-    row->problem = std::string(kPreimageProblem);
-  } else if (checksum.stored && !checksum.fits) {
-    row->problem = std::string(kChecksumProblem);
-  } else {
-    *present = select.Integer(9) == 0;
+  if (!checksum.fits) {
+    row->problem =
+        std::string(DigestProblem(encoded, row_digest, preimage, key));
+    if (row->problem.empty() && checksum.stored) {
+      row->problem = std::string(kChecksumProblem);
+    }
   }
+  if (row->problem.empty()) *present = select.Integer(9) == 0;
   return absl::OkStatus();
 }
 

@@ -129,12 +129,9 @@ absl::Status PlanCache::ReadProgram(const Digest& key, RowCheck against,
     const ChecksumVerdict checksum =
         CompareChecksum(select, 15, {encoded, row_digest, preimage, binary});
     const bool digests = against == RowCheck::kDigests || !checksum.fits;
-    if (digests && Sha256(encoded).AsBytes() != row_digest) {
-      return std::string(kRowDigestProblem);
-    }
-    if (digests && Sha256(preimage) != key) {
-      return std::string(kPreimageProblem);
-    }
+    const absl::string_view problem =
+        digests ? DigestProblem(encoded, row_digest, preimage, key) : "";
+    if (!problem.empty()) return std::string(problem);
     absl::StatusOr<Program> program = ToProgram(columns);
     if (!program.ok()) return std::string(program.status().message());
     if (select.IsNull(16)) return "its binary is missing";

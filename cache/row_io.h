@@ -13,6 +13,7 @@
 #include "cache/records.h"
 #include "cache/row_codec.h"
 #include "cache/sqlite_db.h"
+#include "compiler/base/digest.h"
 
 namespace kiln {
 
@@ -44,6 +45,17 @@ inline ChecksumVerdict CompareChecksum(
   if (select.IsNull(column)) return {};
   return {.stored = true,
           .fits = select.Bytes(column) == ChecksumOf(parts).AsBytes()};
+}
+
+// What is wrong with a row by its SHA-256s; empty when both fit.
+//   encoded: EncodeRow of its columns. key: that it was asked for by.
+inline absl::string_view DigestProblem(absl::string_view encoded,
+                                       absl::string_view row_digest,
+                                       absl::string_view preimage,
+                                       const Digest& key) {
+  if (Sha256(encoded).AsBytes() != row_digest) return kRowDigestProblem;
+  if (Sha256(preimage) != key) return kPreimageProblem;
+  return "";
 }
 
 // Binds the four provenance columns from `index` on.
