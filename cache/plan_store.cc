@@ -9,6 +9,7 @@
 #include "cache/row_codec.h"
 #include "cache/row_io.h"
 #include "cache/sqlite_db.h"
+#include "cache/sqlite_vfs.h"
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
 
@@ -146,7 +147,10 @@ void PlanCache::QuarantinePlan(const Digest& key, absl::string_view problem) {
 absl::StatusOr<std::optional<StoredPlan>> PlanCache::FindPlan(
     const Digest& key) {
   Row<StoredPlan> row;
-  RETURN_IF_ERROR(ReadPlan(key, RowCheck::kChecksum, &row));
+  RETURN_IF_ERROR(LookUp([&] {
+    row = {};
+    return ReadPlan(key, RowCheck::kChecksum, &row);
+  }));
   if (!row.problem.empty()) QuarantinePlan(key, row.problem);
   return std::move(row.value);
 }

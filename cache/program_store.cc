@@ -8,6 +8,7 @@
 #include "cache/row_codec.h"
 #include "cache/row_io.h"
 #include "cache/sqlite_db.h"
+#include "cache/sqlite_vfs.h"
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
 
@@ -215,7 +216,10 @@ void PlanCache::QuarantineProgram(const Digest& key,
 absl::StatusOr<std::optional<Program>> PlanCache::FindProgram(
     const Digest& key) {
   Row<Program> row;
-  RETURN_IF_ERROR(ReadProgram(key, RowCheck::kChecksum, &row));
+  RETURN_IF_ERROR(LookUp([&] {
+    row = {};
+    return ReadProgram(key, RowCheck::kChecksum, &row);
+  }));
   if (!row.problem.empty()) QuarantineProgram(key, row.problem);
   return std::move(row.value);
 }
@@ -242,10 +246,13 @@ absl::StatusOr<std::vector<std::optional<Program>>> PlanCache::FindPrograms(
 }
 
 absl::StatusOr<bool> PlanCache::ContainsProgram(const Digest& key) {
-  ASSIGN_OR_RETURN(Statement select,
-                   database_->Prepare("SELECT 1 FROM program WHERE key = ?1"));
-  select.BindBlob(1, key.AsBytes());
-  return select.Step();
+  return LookUp([&]() -> absl::StatusOr<bool> {
+    ASSIGN_OR_RETURN(
+        Statement select,
+        database_->Prepare("SELECT 1 FROM program WHERE key = ?1"));
+    select.BindBlob(1, key.AsBytes());
+    return select.Step();
+  });
 }
 
 absl::Status PlanCache::WriteBlob(const Digest& digest,
@@ -441,7 +448,10 @@ void PlanCache::QuarantineReject(const Digest& key, absl::string_view problem) {
 
 absl::StatusOr<std::optional<Reject>> PlanCache::FindReject(const Digest& key) {
   Row<Reject> row;
-  RETURN_IF_ERROR(ReadReject(key, &row));
+  RETURN_IF_ERROR(LookUp([&] {
+    row = {};
+    return ReadReject(key, &row);
+  }));
   if (!row.problem.empty()) QuarantineReject(key, row.problem);
   return std::move(row.value);
 }

@@ -17,26 +17,88 @@ constexpr sqlite3_int64 kVersionOffset = 24;
 constexpr sqlite3_int64 kUnknown = -1;
 
 // Lies behind SQLite's own object of an open database.
-struct KnownSize {
+struct KnownState {
   char version[kVersionBytes] = {};  // as last read
-  bool current = false;              // read under the lock that is held
+  bool current = false;              // read in the transaction that is open
   sqlite3_int64 size = kUnknown;     // of the file at that version
+  bool lock_free = false;            // the transaction that is open has no lock
 };
+
+// Of this thread.
+thread_local LockFreeReads* lock_free_reads = nullptr;
 
 // Written once, by SqliteVfsName and the first Open.
 sqlite3_vfs* system_vfs = nullptr;
 const sqlite3_io_methods* system_methods = nullptr;
 sqlite3_io_methods methods;
 
-KnownSize* KnownOf(sqlite3_file* file) {
-  return reinterpret_cast<KnownSize*>(reinterpret_cast<char*>(file) +
-                                      system_vfs->szOsFile);
+KnownState* KnownOf(sqlite3_file* file) {
+  return reinterpret_cast<KnownState*>(reinterpret_cast<char*>(file) +
+                                       system_vfs->szOsFile);
+}
+
+int Refused() {
+  if (lock_free_reads != nullptr) lock_free_reads->Refuse();
+  // Not SQLITE_BUSY: there is nothing to wait for.
+  return SQLITE_LOCKED;
+}
+
+// Whether the file has the version of the last transaction under a lock.
+bool IsUnchanged(sqlite3_file* file) {
+  const KnownState* known = KnownOf(file);
+  if (known->size == kUnknown) return false;
+  char version[kVersionBytes];
+  return system_methods->xRead(file, version, kVersionBytes, kVersionOffset) ==
+             SQLITE_OK &&
+         std::memcmp(version, known->version, kVersionBytes) == 0;
+}
+
+int Lock(sqlite3_file* file, int level) {
+  KnownState* known = KnownOf(file);
+  if (known->lock_free) {
+    return level == SQLITE_LOCK_SHARED ? SQLITE_OK : Refused();
+  }
+  if (level != SQLITE_LOCK_SHARED || lock_free_reads == nullptr ||
+      !IsUnchanged(file)) {
+    return system_methods->xLock(file, level);
+  }
+  known->lock_free = true;
+  known->current = true;
+  lock_free_reads->set_open(true);
+  return SQLITE_OK;
+}
+
+int Unlock(sqlite3_file* file, int level) {
+  KnownState* known = KnownOf(file);
+  if (level == SQLITE_LOCK_NONE) known->current = false;
+  if (!known->lock_free) return system_methods->xUnlock(file, level);
+  if (level == SQLITE_LOCK_NONE) {
+    known->lock_free = false;
+    if (lock_free_reads != nullptr) lock_free_reads->set_open(false);
+  }
+  return SQLITE_OK;
+}
+
+// Asked about a journal that is there: one that somebody still writes is none
+// to be rolled back.
+int CheckReservedLock(sqlite3_file* file, int* reserved) {
+  if (!KnownOf(file)->lock_free) {
+    return system_methods->xCheckReservedLock(file, reserved);
+  }
+  *reserved = 1;
+  return SQLITE_OK;
 }
 
 int Read(sqlite3_file* file, void* bytes, int count, sqlite3_int64 offset) {
+  KnownState* known = KnownOf(file);
+  const bool is_version = count == kVersionBytes && offset == kVersionOffset;
+  if (known->lock_free) {
+    if (!is_version) return Refused();
+    std::memcpy(bytes, known->version, kVersionBytes);
+    return SQLITE_OK;
+  }
   const int code = system_methods->xRead(file, bytes, count, offset);
-  if (count != kVersionBytes || offset != kVersionOffset) return code;
-  KnownSize* known = KnownOf(file);
+  if (!is_version) return code;
   known->current = code == SQLITE_OK;
   if (!known->current ||
       std::memcmp(known->version, bytes, kVersionBytes) != 0) {
@@ -57,13 +119,8 @@ int Truncate(sqlite3_file* file, sqlite3_int64 size) {
   return system_methods->xTruncate(file, size);
 }
 
-int Unlock(sqlite3_file* file, int level) {
-  if (level == SQLITE_LOCK_NONE) KnownOf(file)->current = false;
-  return system_methods->xUnlock(file, level);
-}
-
 int FileSize(sqlite3_file* file, sqlite3_int64* size) {
-  KnownSize* known = KnownOf(file);
+  KnownState* known = KnownOf(file);
   if (known->current && known->size != kUnknown) {
     *size = known->size;
     return SQLITE_OK;
@@ -79,7 +136,9 @@ bool TakeMethods(const sqlite3_io_methods* from) {
   methods.xRead = Read;
   methods.xWrite = Write;
   methods.xTruncate = Truncate;
+  methods.xLock = Lock;
   methods.xUnlock = Unlock;
+  methods.xCheckReservedLock = CheckReservedLock;
   methods.xFileSize = FileSize;
   return true;
 }
@@ -92,14 +151,18 @@ int Open(sqlite3_vfs*, const char* name, sqlite3_file* file, int flags,
   // SQLite may lock otherwise on another file system; then all is left as it
   // is.
   if (taken && file->pMethods == system_methods) {
-    *KnownOf(file) = KnownSize();
+    *KnownOf(file) = KnownState();
     file->pMethods = &methods;
   }
   return code;
 }
 
 int Access(sqlite3_vfs*, const char* name, int flags, int* result) {
-  if (flags == SQLITE_ACCESS_EXISTS && absl::EndsWith(name, "-wal")) {
+  // Without a lock nothing is rolled back, so no journal is looked for either.
+  if (flags == SQLITE_ACCESS_EXISTS &&
+      (absl::EndsWith(name, "-wal") ||
+       (absl::EndsWith(name, "-journal") && lock_free_reads != nullptr &&
+        lock_free_reads->open()))) {
     *result = 0;
     return SQLITE_OK;
   }
@@ -115,13 +178,20 @@ bool Register(sqlite3_vfs* vfs) {
   *vfs = *system_vfs;
   vfs->zName = "kiln";
   vfs->pNext = nullptr;
-  vfs->szOsFile += static_cast<int>(sizeof(KnownSize));
+  vfs->szOsFile += static_cast<int>(sizeof(KnownState));
   vfs->xOpen = Open;
   vfs->xAccess = Access;
   return sqlite3_vfs_register(vfs, /*makeDflt=*/0) == SQLITE_OK;
 }
 
 }  // namespace
+
+LockFreeReads::LockFreeReads() {
+  KILN_CHECK(lock_free_reads == nullptr);
+  lock_free_reads = this;
+}
+
+LockFreeReads::~LockFreeReads() { lock_free_reads = nullptr; }
 
 const char* SqliteVfsName() {
   static sqlite3_vfs vfs;

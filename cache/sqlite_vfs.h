@@ -1,5 +1,5 @@
 // SQLite's view of files, with two system calls fewer in every transaction than
-// SQLite's own. Internal to sqlite_db.cc.
+// SQLite's own, and five more in a look-up of what is in memory. Internal.
 
 #ifndef KILN_CACHE_SQLITE_VFS_H_
 #define KILN_CACHE_SQLITE_VFS_H_
@@ -15,6 +15,48 @@ namespace kiln {
 //     reads its change counter each time, and trusts the pages it has in memory
 //     for as long as that is the same; here the size is one thing more.
 const char* SqliteVfsName();
+
+// While one lives, reading transactions of its thread take no lock where the
+// database's change counter is the one of the last transaction that did. All
+// pages that SQLite has in memory are then those of the last commit: SQLite
+// moves the counter in each commit before the commit counts, and what an
+// interrupted one left behind does not bear this counter, or has not been read.
+// So a transaction that needs these pages alone sees that commit whole,
+// whatever a writer does meanwhile. One that needs another page fails, and
+// refused() is true: the caller then reads again without this object.
+// Not to be nested; writing fails in such a transaction.
+class LockFreeReads {
+ public:
+  LockFreeReads();
+  ~LockFreeReads();
+  LockFreeReads(const LockFreeReads&) = delete;
+  LockFreeReads& operator=(const LockFreeReads&) = delete;
+
+  bool refused() const { return refused_; }
+
+  // For the file system: a transaction without a lock is open; it was refused.
+  bool open() const { return open_; }
+
+  void set_open(bool open) { open_ = open; }
+
+  void Refuse() { refused_ = true; }
+
+ private:
+  bool open_ = false;
+  bool refused_ = false;
+};
+
+// The result of `read`, a function of one reading transaction: without a lock
+// where that suffices, else called once more and with one.
+template <typename Read>
+auto LookUp(const Read& read) {
+  {
+    LockFreeReads lock_free;
+    auto result = read();
+    if (!lock_free.refused()) return result;
+  }
+  return read();
+}
 
 }  // namespace kiln
 
