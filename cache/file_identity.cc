@@ -11,6 +11,7 @@
 #include "absl/strings/string_view.h"
 #include "cache/plan_cache.h"
 #include "cache/schema.h"
+#include "cache/sqlite_vfs.h"
 #include "compiler/base/digest.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
@@ -39,6 +40,7 @@ constexpr uint64_t kPageNumberBytes = 4;
 constexpr uint64_t kChecksumBytes = 4;
 constexpr uint64_t kJournalRecordsMax = 1 << 20;
 
+// A journal: unlike a database (see ReadDatabaseHeader) it is never locked.
 class File {
  public:
   explicit File(const std::string& path)
@@ -148,7 +150,8 @@ absl::StatusOr<std::optional<std::string>> RestoredHeader(
 absl::StatusOr<CacheFileState> ExamineCacheFile(const std::string& path) {
   ASSIGN_OR_RETURN(const CacheFileState state, StateOf(path));
   if (state.bytes == 0) return state;
-  ASSIGN_OR_RETURN(const std::string header, File(path).Read(0, kHeaderBytes));
+  ASSIGN_OR_RETURN(const std::string header,
+                   ReadDatabaseHeader(path, kHeaderBytes));
   const absl::Status status = CheckHeader(path, header);
   if (status.ok()) return state;
   ASSIGN_OR_RETURN(const std::optional<std::string> restored,

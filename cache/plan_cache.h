@@ -13,10 +13,11 @@
 // in TakeWarnings. Damage below the rows, which SQLite itself reports, is a
 // DataLoss status; Repair rebuilds the file from the rows that are still whole.
 //
-// Threads and processes. Thread-compatible. Any number of processes may share a
-// folder on a local file system; each Put is one durable transaction, and a
-// process that is killed leaves the file as it was before or after it. Locks
-// are waited for up to PlanCacheOptions::busy_timeout, then DeadlineExceeded.
+// Threads and processes. Thread-compatible. Any number of processes, and of
+// objects in each, may share a folder on a local file system; each Put is one
+// durable transaction, and a process that is killed leaves the file as it was
+// before or after it. Locks are waited for up to
+// PlanCacheOptions::busy_timeout, then DeadlineExceeded.
 
 #ifndef KILN_CACHE_PLAN_CACHE_H_
 #define KILN_CACHE_PLAN_CACHE_H_

@@ -2,10 +2,14 @@
 
 #include <sqlite3.h>
 
+#include <algorithm>
 #include <cstring>
+#include <memory>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "compiler/base/check.h"
+#include "compiler/base/file_util.h"
 
 namespace kiln {
 namespace {
@@ -198,6 +202,38 @@ const char* SqliteVfsName() {
   static const bool registered = Register(&vfs);
   KILN_CHECK(registered);
   return vfs.zName;
+}
+
+absl::StatusOr<std::string> ReadDatabaseHeader(const std::string& path,
+                                               size_t size) {
+  SqliteVfsName();  // sets system_vfs
+  const auto memory =
+      std::make_unique<char[]>(static_cast<size_t>(system_vfs->szOsFile));
+  auto* file = reinterpret_cast<sqlite3_file*>(memory.get());
+  const auto failed = [&](absl::string_view action) {
+    return ErrnoStatus(system_vfs->xGetLastError(system_vfs, 0, nullptr),
+                       action, path);
+  };
+  if (system_vfs->xOpen(system_vfs, path.c_str(), file,
+                        SQLITE_OPEN_READONLY | SQLITE_OPEN_MAIN_DB,
+                        nullptr) != SQLITE_OK) {
+    return failed("cannot open");
+  }
+  std::string bytes(size, '\0');
+  sqlite3_int64 file_bytes = 0;
+  int code = file->pMethods->xFileSize(file, &file_bytes);
+  if (code == SQLITE_OK) {
+    bytes.resize(std::min(size, static_cast<size_t>(file_bytes)));
+    code = file->pMethods->xRead(file, bytes.data(),
+                                 static_cast<int>(bytes.size()), 0);
+  }
+  absl::StatusOr<std::string> result = std::move(bytes);
+  // Cut short since: the rest is zeros.
+  if (code != SQLITE_OK && code != SQLITE_IOERR_SHORT_READ) {
+    result = failed("cannot read");
+  }
+  file->pMethods->xClose(file);
+  return result;
 }
 
 }  // namespace kiln

@@ -4,6 +4,11 @@
 #ifndef KILN_CACHE_SQLITE_VFS_H_
 #define KILN_CACHE_SQLITE_VFS_H_
 
+#include <cstddef>
+#include <string>
+
+#include "absl/status/statusor.h"
+
 namespace kiln {
 
 // The name to open databases with. It is the system's file system, locks
@@ -15,6 +20,14 @@ namespace kiln {
 //     reads its change counter each time, and trusts the pages it has in memory
 //     for as long as that is the same; here the size is one thing more.
 const char* SqliteVfsName();
+
+// The first `size` bytes of a database, fewer where it ends before. To close a
+// file drops all locks that the process has on it, those of its transactions in
+// other threads too; SQLite, which knows of them, closes this one when they are
+// gone. So databases are not to be read by other means.
+//   Errors: those of ErrnoStatus, with the path.
+absl::StatusOr<std::string> ReadDatabaseHeader(const std::string& path,
+                                               size_t size);
 
 // While one lives, reading transactions of its thread take no lock where the
 // database's change counter is the one of the last transaction that did. All

@@ -101,6 +101,35 @@ TEST(CacheProcessTest, WritersThatStartTogetherAllSucceed) {
             static_cast<int64_t>(each / 2 + writers * each / 2));
 }
 
+TEST(CacheProcessTest, OpeningACacheKeepsTheLocksOfItsProcess) {
+  const ScratchFolder folder;
+  ExpectWhole(folder.path());  // creates it
+  const DatabaseOptions options = {
+      .path = folder.File(kCacheFileName),
+      .busy_timeout = std::chrono::milliseconds(20)};
+  int pipe_ends[2];
+  ASSERT_EQ(pipe(pipe_ends), 0);
+  // Started first: it would inherit what SQLite knows of the locks.
+  const pid_t child = Start([&] {
+    char begin;
+    EXPECT_EQ(read(pipe_ends[0], &begin, 1), 1);
+    absl::StatusOr<std::unique_ptr<Database>> database =
+        Database::Open(options);
+    EXPECT_OK(database);
+    EXPECT_THAT((*database)->Execute("BEGIN IMMEDIATE"),
+                StatusIs(absl::StatusCode::kDeadlineExceeded));
+    return kPassed;
+  });
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<Database> writer,
+                       Database::Open(options));
+  ASSERT_OK(writer->Execute("BEGIN IMMEDIATE"));
+  for (const CacheMode mode : {CacheMode::kReadWrite, CacheMode::kReadOnly}) {
+    EXPECT_OK(PlanCache::Open(TestOptions(folder.path(), mode)));
+  }
+  ASSERT_EQ(write(pipe_ends[1], "x", 1), 1);
+  EXPECT_EQ(Wait(child), kPassed);
+}
+
 TEST(CacheProcessTest, AKilledWriterLosesOnlyWhatWasInFlight) {
   const ScratchFolder folder;
   std::mt19937 random(404);
