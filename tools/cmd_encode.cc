@@ -51,6 +51,25 @@ absl::StatusOr<Codebook> ParseCodebook(const std::string& text) {
       absl::StrCat("--codebook is \"", text, "\", must be 3inst, mcg or mul1"));
 }
 
+// What only the other format has must not be passed over in silence.
+absl::Status CheckOptionsOfFormat(const EncodeCommand& command) {
+  const EncodeCommand defaults;
+  const auto check = [&](absl::string_view option, absl::string_view format,
+                         bool given) -> absl::Status {
+    if (!given || command.format == format) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat(option, " is an option of --format ", format,
+                     ", and the format is ", command.format));
+  };
+  RETURN_IF_ERROR(
+      check("--codebook", "exl3", command.codebook != defaults.codebook));
+  RETURN_IF_ERROR(check("--tp", "npk1",
+                        command.tensor_parallel != defaults.tensor_parallel));
+  RETURN_IF_ERROR(
+      check("--boundary", "npk1", command.boundary != defaults.boundary));
+  return check("--limit", "npk1", command.limit != defaults.limit);
+}
+
 // Tiles on stderr: a bar that redraws itself on a terminal, else a line for
 // every tenth.
 class EncodeBar {
@@ -93,6 +112,7 @@ absl::StatusOr<int> RunEncode(const GlobalOptions& global,
   };
   EncodedCheckpoint encoded;
   if (command.format == "exl3") {
+    RETURN_IF_ERROR(CheckOptionsOfFormat(command));
     EncodeOptions options;
     ASSIGN_OR_RETURN(options.bits, ParseBits(command.bits));
     ASSIGN_OR_RETURN(options.codebook, ParseCodebook(command.codebook));
@@ -102,6 +122,7 @@ absl::StatusOr<int> RunEncode(const GlobalOptions& global,
     ASSIGN_OR_RETURN(
         encoded, EncodeCheckpoint(command.checkpoint, command.output, options));
   } else if (command.format == "npk1") {
+    RETURN_IF_ERROR(CheckOptionsOfFormat(command));
     NpkCheckpointOptions options;
     if (!absl::SimpleAtoi(command.bits, &options.bits) || options.bits < 2 ||
         options.bits > 5) {

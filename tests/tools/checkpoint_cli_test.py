@@ -130,6 +130,18 @@ class CheckpointCliTest(CliTest):
         self.kiln("encode", self.at("none"), "-o", self.at("encoded"), code=2)
         self.assertFalse(os.path.exists(self.at("encoded")))
 
+    def test_encode_refuses_options_of_the_other_format(self):
+        write_real_checkpoint(self.at("real"))
+        for form, option, value in (
+                ("exl3", "--tp", "2"), ("exl3", "--boundary", "identity"),
+                ("exl3", "--limit", "nan"), ("npk1", "--codebook", "mul1")):
+            with self.subTest(option):
+                done = self.kiln("encode", self.at("real"), "-o",
+                                 self.at("encoded"), "--format", form, option,
+                                 value, code=2)
+                self.assertIn(f"{option} is an option of --format", done.stderr)
+                self.assertFalse(os.path.exists(self.at("encoded")))
+
     def test_refusals_have_their_exit_codes(self):
         done = self.kiln("describe", self.checkpoint, "--tp", "3", code=2)
         self.assertIn("cannot be split over 3 ranks", done.stderr)
