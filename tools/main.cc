@@ -50,13 +50,20 @@ CLI::Validator WholeNumber() {
       "");
 }
 
-// An unset variable of a script must not mean the default.
-CLI::Validator NotEmpty() {
-  return CLI::Validator(
+// Refuses "" as the value of any option of `app` and its verbs: an unset
+// variable of a script must not mean the default. A verify --key "" that looks
+// at no signature would be a success.
+void RefuseEmptyValues(CLI::App* app) {
+  const CLI::Validator not_empty(
       [](std::string& text) -> std::string {
         return text.empty() ? "\"\" names nothing" : "";
       },
       "");
+  for (CLI::Option* option : app->get_options()) {
+    if (option->get_items_expected_max() > 0) option->check(not_empty);
+  }
+  const std::function<bool(CLI::App*)> all;
+  for (CLI::App* verb : app->get_subcommands(all)) RefuseEmptyValues(verb);
 }
 
 // A shell may close what a program should inherit; a file that is opened later
@@ -157,20 +164,17 @@ int Run(int argc, char** argv) {
   app.add_option("--cache", global.cache,
                  "Cache folder (default $KILN_CACHE, $XDG_CACHE_HOME/kiln or "
                  "~/.cache/kiln)")
-      ->type_name("DIR")
-      ->check(NotEmpty());
+      ->type_name("DIR");
   app.add_option("--cache-mode", global.cache_mode,
                  "read-write, read-only or off (default read-write)")
       ->type_name("MODE");
   app.add_flag("--json", global.json, "Results as JSON on stdout");
   app.add_option("--nvrtc", global.nvrtc,
                  "libnvrtc to compile with (default: searched for)")
-      ->type_name("FILE")
-      ->check(NotEmpty());
+      ->type_name("FILE");
   app.add_option("--cc-cpu", global.cc_cpu,
                  "kiln-cc-cpu to compile with (default: beside kiln)")
-      ->type_name("FILE")
-      ->check(NotEmpty());
+      ->type_name("FILE");
 
   Verb chosen;
 
@@ -384,8 +388,7 @@ int Run(int argc, char** argv) {
   verb = cache->add_subcommand("merge",
                                "Add all that other caches have to this one");
   verb->add_option("folders", merge.directories, "Cache folders to add")
-      ->required()
-      ->check(NotEmpty());
+      ->required();
   AddPrefer(verb, &merge.prefer, &merge.dry_run);
   verb->callback(
       [&] { chosen = [&] { return RunCacheMerge(global, merge); }; });
@@ -582,6 +585,7 @@ int Run(int argc, char** argv) {
       ->check(CLI::Range(1, 1024));
   verb->callback([&] { chosen = [&] { return RunDoctor(global, doctor); }; });
 
+  RefuseEmptyValues(&app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

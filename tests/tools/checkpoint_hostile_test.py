@@ -62,7 +62,8 @@ class HostileTest(CliTest):
 
 class HostileDescribeTest(HostileTest):
     def describe(self, says="", codes=REFUSALS, folder=None, **process):
-        return self.refused("describe", folder or self.checkpoint, says=says,
+        folder = self.checkpoint if folder is None else folder
+        return self.refused("describe", folder, says=says,
                             codes=codes, **process)
 
     def test_places_that_hold_no_checkpoint(self):
@@ -71,7 +72,7 @@ class HostileDescribeTest(HostileTest):
         with open(self.at("file"), "w") as handle:
             handle.write("x")
         self.describe("Not a directory", folder=self.at("file"), codes=(2,))
-        self.describe("No such file", folder="", codes=(2,))
+        self.describe("names nothing", folder="", codes=(2,))
         self.describe("File name too long", folder="x" * 300, codes=(1,))
 
     def test_a_folder_that_may_not_be_read(self):
@@ -212,7 +213,7 @@ class HostilePrepareTest(HostileTest):
             handle.write("x")
         self.prepare(self.at("file"), "not a folder", codes=(2,))
         self.prepare(self.at("file", "x"), codes=(2,))
-        self.prepare("", codes=(2,))
+        self.prepare("", "names nothing", codes=(2,))
         out = self.at("out")
         os.makedirs(os.path.join(out, "layer-00000.safetensors"))
         self.prepare(out, "not a regular file", codes=(2,))

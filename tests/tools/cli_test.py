@@ -562,8 +562,6 @@ class UsageTest(CliTest):
         cases = [
             ([], ["subcommand"]),
             (["frobnicate"], ["frobnicate"]),
-            (["cache", "merge", ""], ["folders"]),
-            (["--nvrtc", "", "doctor"], ["--nvrtc"]),
             (["--frobnicate"], ["--frobnicate"]),
             (["plan"], ["required"]),
             (["plan", SMALL], ["--target"]),
@@ -615,6 +613,46 @@ class UsageTest(CliTest):
         for args, words in cases:
             with self.subTest(" ".join(str(arg) for arg in args)):
                 self.refuse(USAGE, *words, args=args)
+
+    def test_an_empty_value_is_never_the_default(self):
+        # As where a script's variable is unset; all of these mean something
+        # else when they are left out, or another place.
+        plan = [SMALL, "--target", "cpu"]
+        cases = {
+            "--cache": ["doctor", "--cache", ""],
+            "--nvrtc": ["doctor", "--nvrtc", ""],
+            "--cc-cpu": ["doctor", "--cc-cpu", ""],
+            "--root": ["verify", "x.kiln", "--root", ""],
+            "--key": ["verify", "x.kiln", "--key", ""],
+            "--signature": ["verify", "x.kiln", "--key", "k",
+                            "--signature", ""],
+            "--digest": ["cache", "import", "x", "--digest", ""],
+            "--prefer": ["cache", "merge", "x", "--prefer", ""],
+            "--manifest": ["cache", "gc", "--max-age", "1", "--manifest", ""],
+            "--bundle": ["cache", "gc", "--max-age", "1", "--bundle", ""],
+            "--keep-numerics": ["plan", *plan, "--keep-numerics", ""],
+            "--shard": ["prewarm", *plan, "--shard", ""],
+            "--stop-after": ["prewarm", *plan, "--stop-after", ""],
+            "--target": ["run", "x.kiln", "--entry", "moe", "--tokens", "1",
+                         "--target", ""],
+            "--entry": ["bench", "x.kiln", "--entry", ""],
+            "--compare": ["bench", "x.kiln", "--compare", ""],
+            "--python": ["bench", "x.kiln", "--python", ""],
+            "--output": ["describe", "x", "--output", ""],
+            "--tp": ["describe", "x", "--tp", ""],
+            "--layer": ["prepare", "x", "-o", "y", "--layer", ""],
+            "--format": ["encode", "x", "-o", "y", "--format", ""],
+            "file": ["sign", "", "--new-key", "--key", "k"],
+            "folders": ["cache", "merge", ""],
+            "checkpoint": ["describe", ""],
+        }
+        for option, args in cases.items():
+            with self.subTest(option):
+                self.refuse(USAGE, option, args=args)
+                if option.startswith("--"):  # in one word
+                    joined = [f"{option}=" if arg == option else arg
+                              for arg in args if arg != ""]
+                    self.refuse(USAGE, option, args=joined)
 
     def test_help_and_version_succeed(self):
         for args in (["--help"], ["--version"], ["prewarm", "--help"],
