@@ -212,6 +212,15 @@ absl::StatusOr<DenseMatrix> DenseLayers::Matrix(int64_t number,
         absl::StrCat("is a matrix [", matrix.in, ", ", matrix.out,
                      "], must be [", in, ", ", out, "] by config.json"));
   }
+  const bool attention = absl::StartsWith(name, "self_attn.");
+  const bool promised = attention ? config_.attention_bias : config_.mlp_bias;
+  if (promised && projection != kHeadProjection &&
+      matrix.tensors.bias == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "layer ", number, " lacks ",
+        QuoteTensorName(absl::StrCat(key, ".bias")), ": config.json says \"",
+        attention ? "attention_bias" : "mlp_bias", "\": true"));
+  }
   if (config_.codebook.has_value()) {
     RETURN_IF_ERROR(CheckExl3Codebook(matrix, *config_.codebook));
   }

@@ -235,6 +235,17 @@ absl::StatusOr<std::string> ModelType(const ObjectReader& reader) {
   return type->text;
 }
 
+// False where the key is missing or null.
+absl::StatusOr<bool> BoolOf(absl::string_view file, const ObjectReader& reader,
+                            absl::string_view key) {
+  const JsonNode* value = reader.Optional(key);
+  if (value == nullptr || value->kind == JsonNode::Kind::kNull) return false;
+  if (value->kind == JsonNode::Kind::kBool) return value->boolean;
+  return JsonError(file, *value,
+                   absl::StrCat("\"", key, "\" is ", JsonExcerpt(*value),
+                                ", must be true or false"));
+}
+
 absl::StatusOr<DenseConfig> ReadDense(absl::string_view file,
                                       const JsonNode& root) {
   const JsonNode& node = TextPart(root);
@@ -254,6 +265,9 @@ absl::StatusOr<DenseConfig> ReadDense(absl::string_view file,
                              kFeaturesMax / heads));
   config.query = heads * channels;
   config.key_value = key_value_heads * channels;
+  ASSIGN_OR_RETURN(config.attention_bias,
+                   BoolOf(file, reader, "attention_bias"));
+  ASSIGN_OR_RETURN(config.mlp_bias, BoolOf(file, reader, "mlp_bias"));
   ASSIGN_OR_RETURN(config.vocabulary,
                    reader.Integer("vocab_size", 1, kFeaturesMax));
   ASSIGN_OR_RETURN(config.io_dtype, IoDType(file, node));

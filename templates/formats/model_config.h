@@ -58,6 +58,10 @@ struct DenseConfig {
   int64_t key_value = 0;  // channels of all heads of keys, and of values
   int64_t vocabulary = 0;
   DType io_dtype = DType::kBf16;
+  // What "attention_bias" and "mlp_bias" promise. Where they do not, there may
+  // be biases all the same.
+  bool attention_bias = false;
+  bool mlp_bias = false;
   // Named by "quantization_config", where it names one.
   std::optional<Codebook> codebook;
 };

@@ -229,6 +229,34 @@ TEST(DenseLayersTest, RefusesAMissingProjection) {
                 "config.json says 2 layers");
 }
 
+TEST(DenseLayersTest, RefusesAMissingBiasThatTheConfigurationPromises) {
+  const auto describe = [](TestTensors tensors, const std::string& key) {
+    return Describe(tensors, 1, absl::StrCat(", \"", key, "\": true"));
+  };
+  EXPECT_THAT(describe(Llama(), "attention_bias"),
+              StatusIs(StatusCode::kInvalidArgument,
+                       AllOf(HasSubstr("layer 0 lacks "
+                                       "\"model.layers.0.self_attn.q_proj.bias\""),
+                             HasSubstr("\"attention_bias\": true"))));
+  EXPECT_THAT(describe(Llama(), "mlp_bias"),
+              StatusIs(StatusCode::kInvalidArgument,
+                       AllOf(HasSubstr("\"model.layers.0.mlp.gate_proj.bias\""),
+                             HasSubstr("\"mlp_bias\": true"))));
+  TestTensors tensors = Llama();
+  for (const int layer : {0, 1}) {
+    for (const auto& [projection, out] :
+         {std::pair{"q", 384}, {"k", 128}, {"v", 128}, {"o", 256}}) {
+      AddBias(absl::StrCat("model.layers.", layer, ".self_attn.", projection,
+                           "_proj"),
+              static_cast<uint64_t>(out), 5, &tensors);
+    }
+  }
+  EXPECT_OK(describe(tensors, "attention_bias"));
+  EXPECT_THAT(Describe(Llama(), 1, R"(, "mlp_bias": "yes")"),
+              StatusIs(StatusCode::kInvalidArgument,
+                       HasSubstr("\"mlp_bias\" is \"yes\", must be true")));
+}
+
 TEST(DenseLayersTest, Row23RefusesAnIncompleteMatrix) {
   TestTensors tensors = Llama();
   tensors.erase("model.layers.1.mlp.up_proj.trellis");
