@@ -233,11 +233,12 @@ TEST(DenseLayersTest, RefusesAMissingBiasThatTheConfigurationPromises) {
   const auto describe = [](TestTensors tensors, const std::string& key) {
     return Describe(tensors, 1, absl::StrCat(", \"", key, "\": true"));
   };
-  EXPECT_THAT(describe(Llama(), "attention_bias"),
-              StatusIs(StatusCode::kInvalidArgument,
-                       AllOf(HasSubstr("layer 0 lacks "
-                                       "\"model.layers.0.self_attn.q_proj.bias\""),
-                             HasSubstr("\"attention_bias\": true"))));
+  EXPECT_THAT(
+      describe(Llama(), "attention_bias"),
+      StatusIs(StatusCode::kInvalidArgument,
+               AllOf(HasSubstr("layer 0 lacks "
+                               "\"model.layers.0.self_attn.q_proj.bias\""),
+                     HasSubstr("\"attention_bias\": true"))));
   EXPECT_THAT(describe(Llama(), "mlp_bias"),
               StatusIs(StatusCode::kInvalidArgument,
                        AllOf(HasSubstr("\"model.layers.0.mlp.gate_proj.bias\""),
