@@ -84,37 +84,6 @@ absl::Status CheckKernels(const Program& program) {
   return absl::OkStatus();
 }
 
-// Layout of the arguments a step passes, against the binary's declaration.
-absl::Status CheckArgs(const Step& step, const Kernel& kernel,
-                       Backend backend) {
-  const std::vector<uint32_t> offsets = ArgOffsets(step.args);
-  const bool cuda = backend == Backend::kCuda;
-  if (cuda && kernel.params.size() != step.args.size()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "passes ", step.args.size(), " arguments, kernel ", kernel.entry,
-        " declares ", kernel.params.size(), " parameters"));
-  }
-  uint64_t end = 0;
-  for (size_t i = 0; i < step.args.size(); ++i) {
-    const uint32_t bytes = ArgBytes(step.args[i].kind);
-    end = uint64_t{offsets[i]} + bytes;
-    if (!cuda) continue;
-    const KernelParam& param = kernel.params[i];
-    if (param.offset != offsets[i] || param.bytes != bytes) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("argument ", i, " has ", bytes, " bytes at offset ",
-                       offsets[i], ", kernel ", kernel.entry, " declares ",
-                       param.bytes, " bytes at ", param.offset));
-    }
-  }
-  if (kernel.param_bytes != end && kernel.param_bytes != AlignUp(end, 8)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("arguments take ", end, " bytes, kernel ", kernel.entry,
-                     " declares ", kernel.param_bytes));
-  }
-  return absl::OkStatus();
-}
-
 absl::Status CheckLaunch(const Step& step, const Kernel& kernel,
                          Backend backend, uint32_t m_max) {
   for (size_t d = 0; d < 3; ++d) {
@@ -387,6 +356,36 @@ absl::Status CheckCount(absl::string_view what, uint64_t count, uint64_t max) {
   if (count <= max) return absl::OkStatus();
   return absl::ResourceExhaustedError(
       absl::StrCat(what, ": ", count, " exceeds the limit of ", max));
+}
+
+absl::Status CheckArgs(const Step& step, const Kernel& kernel,
+                       Backend backend) {
+  const std::vector<uint32_t> offsets = ArgOffsets(step.args);
+  const bool cuda = backend == Backend::kCuda;
+  if (cuda && kernel.params.size() != step.args.size()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "passes ", step.args.size(), " arguments, kernel ", kernel.entry,
+        " declares ", kernel.params.size(), " parameters"));
+  }
+  uint64_t end = 0;
+  for (size_t i = 0; i < step.args.size(); ++i) {
+    const uint32_t bytes = ArgBytes(step.args[i].kind);
+    end = uint64_t{offsets[i]} + bytes;
+    if (!cuda) continue;
+    const KernelParam& param = kernel.params[i];
+    if (param.offset != offsets[i] || param.bytes != bytes) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("argument ", i, " has ", bytes, " bytes at offset ",
+                       offsets[i], ", kernel ", kernel.entry, " declares ",
+                       param.bytes, " bytes at ", param.offset));
+    }
+  }
+  if (kernel.param_bytes != end && kernel.param_bytes != AlignUp(end, 8)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("arguments take ", end, " bytes, kernel ", kernel.entry,
+                     " declares ", kernel.param_bytes));
+  }
+  return absl::OkStatus();
 }
 
 bool IsUnqualified(const BundleSection& section, const Plan& plan) {

@@ -23,6 +23,10 @@ inline uint64_t AlignUp(uint64_t value, uint64_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
 
+// Compares the layout of the arguments that a step passes with what the binary
+// declares. InvalidArgument, with both, where they differ.
+absl::Status CheckArgs(const Step& step, const Kernel& kernel, Backend backend);
+
 // Whether the plan's template has no qualification for the section's target.
 bool IsUnqualified(const BundleSection& section, const Plan& plan);
 

@@ -700,7 +700,7 @@ absl::StatusOr<Program> MakeProgram(const CompileJob& job,
                    InspectProgram(result.binary, job.target, job.unit.entries));
   program.key = MakeProgramKey(job.unit, job.target, toolchain);
   program.target = job.target;
-  program.toolchain = toolchain;
+  program.toolchain = ToolchainOf(job.unit, toolchain);
   program.binary_digest = Sha256(result.binary);
   program.binary = std::move(result.binary);
   program.log = std::move(result.log);

@@ -15,6 +15,7 @@
 #include "compiler/base/status_macros.h"
 #include "tools/bundle_view.h"
 #include "tools/progress_bar.h"
+#include "tuner/attach.h"
 
 namespace kiln {
 namespace {
@@ -225,6 +226,7 @@ absl::StatusOr<PrewarmOptions> MakePrewarmOptions(
     }
   }
   options.compile_only = planning.compile_only;
+  ASSIGN_OR_RETURN(options.attached, AttachPackages(planning.packages));
   options.toolchain = [global](
                           Backend backend,
                           ProbeMemo* memo) -> absl::StatusOr<CompilerSetup> {

@@ -55,6 +55,11 @@ struct PlanningOptions {
   bool exhaustive = false;
   bool warm_l2 = false;
   std::string keep_numerics;  // bundle; empty = any numerics
+  std::vector<std::string> packages;  // folders
+};
+
+struct PackageCommand {
+  std::string folder;
 };
 
 struct PrewarmCommand {
@@ -225,6 +230,10 @@ absl::StatusOr<int> RunRun(const GlobalOptions& global,
                            const RunCommand& command);
 absl::StatusOr<int> RunExplain(const GlobalOptions& global,
                                const ExplainCommand& command);
+absl::StatusOr<int> RunPackageCheck(const GlobalOptions& global,
+                                    const PackageCommand& command);
+absl::StatusOr<int> RunPackagePin(const GlobalOptions& global,
+                                  const PackageCommand& command);
 absl::StatusOr<int> RunCacheStats(const GlobalOptions& global);
 absl::StatusOr<int> RunCacheCheck(const GlobalOptions& global,
                                   const CacheCheckCommand& command);

@@ -69,6 +69,7 @@ void PrintJson(const PrewarmReport& report,
   out["candidates"] = report.candidates;
   out["programs_compiled"] = report.programs_compiled;
   out["programs_reused"] = report.programs_reused;
+  out["programs_attached"] = report.programs_attached;
   out["rejects"] = report.rejects;
   out["launches"] = report.launches;
   out["winners"] = report.winners;
@@ -191,7 +192,8 @@ absl::StatusOr<int> RunPrewarm(const GlobalOptions& global,
     RETURN_IF_ERROR(ParseShard(command.shard, &options));
   }
   // Before there is a cache: what cannot be served changes nothing.
-  RETURN_IF_ERROR(CheckOpsServed(manifest, options.targets));
+  RETURN_IF_ERROR(
+      CheckOpsServed(manifest, options.targets, options.attached));
   ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
   const std::unique_ptr<ProgressSink> progress = MakeProgress();
   ASSIGN_OR_RETURN(const PrewarmReport report,

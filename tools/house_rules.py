@@ -50,7 +50,7 @@ BOX_OF_PATH = [(re.compile(pattern), box) for pattern, box in [
     (r"tuner/(ceilings|planner|cost_model)", "planner"),
     (r"tuner/(device|elimination|launch_watch|loaded_plan|nvml|op_bench|"
      r"plan_bench|race_schedule|racer|selection|verifier)", "racer"),
-    (r"tuner/(bundle_check|capacity_curve|conclusion|explain|freeze|"
+    (r"tuner/(attach|bundle_check|capacity_curve|conclusion|explain|freeze|"
      r"kept_numerics|measure_ceilings|prewarm|qualification|race_|recheck|"
      r"remote_racer|report|stored_plans)", "prewarm"),
     (r"tools/", "tools"),

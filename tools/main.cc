@@ -111,6 +111,12 @@ void AddKeyOptions(CLI::App* verb, kiln::PlanningOptions* planning,
                    "Only plans whose results are bit-identical to those of "
                    "this bundle: equal numerics class, per interval")
       ->type_name("BUNDLE");
+  verb->add_option("--package", planning->packages,
+                   "Folder of a kernel package whose candidates compete too; "
+                   "part of every key; may be repeated")
+      ->type_name("DIR")
+      ->allow_extra_args(false)
+      ->check(NotEmpty());
   verb->add_flag("--warm-l2", planning->warm_l2,
                  "Time with weights in the L2 cache (default: cold)");
   verb->add_option("--device", planning->devices,
@@ -318,6 +324,33 @@ int Run(int argc, char** argv) {
       ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 40));
   verb_explain->callback(
       [&] { chosen = [&] { return RunExplain(global, explain); }; });
+
+  CLI::App* package = app.add_subcommand(
+      "package", "Kernel packages: bring your own kernels");
+  package->require_subcommand(1);
+  package->fallthrough();
+  kiln::PackageCommand package_command;
+  verb = package->add_subcommand(
+      "check",
+      "Check a package in full and show what it offers; compiles nothing");
+  verb->add_option("folder", package_command.folder, "Folder of the package")
+      ->required()
+      ->check(NotEmpty());
+  verb->footer(
+      "Exit codes: 0 all is well, 2 malformed, or a file that is not there, 4 "
+      "a file is not the pinned one.");
+  verb->callback([&] {
+    chosen = [&] { return RunPackageCheck(global, package_command); };
+  });
+  verb = package->add_subcommand(
+      "pin",
+      "Write the SHA-256 of every file, as it is now, into package.json");
+  verb->add_option("folder", package_command.folder, "Folder of the package")
+      ->required()
+      ->check(NotEmpty());
+  verb->callback([&] {
+    chosen = [&] { return RunPackagePin(global, package_command); };
+  });
 
   CLI::App* cache = app.add_subcommand("cache", "Look after the plan cache");
   cache->require_subcommand(1);

@@ -43,6 +43,18 @@ std::string LimitThatBreaks(const PlanBody& body, uint32_t m_max) {
   return "";
 }
 
+// Those of this build, then the attached ones.
+std::vector<const KernelTemplate*> TemplatesOf(
+    Op op, Backend backend, const AttachedTemplates& attached) {
+  std::vector<const KernelTemplate*> templates = TemplatesFor(op, backend);
+  for (const auto& one : attached) {
+    if (one->op() == op && one->backend() == backend) {
+      templates.push_back(one.get());
+    }
+  }
+  return templates;
+}
+
 }  // namespace
 
 int DefaultCandidatesMax(Backend backend) {
@@ -56,11 +68,12 @@ int DefaultCandidatesMax(Backend backend) {
 }
 
 absl::Status CheckOpsServed(const Manifest& manifest,
-                            const std::vector<Target>& targets) {
+                            const std::vector<Target>& targets,
+                            const AttachedTemplates& attached) {
   for (const Request& request : manifest.requests) {
     const Op op = request.geometry.op;
     for (const Target& target : targets) {
-      if (!TemplatesFor(op, target.backend).empty()) continue;
+      if (!TemplatesOf(op, target.backend, attached).empty()) continue;
       return absl::UnimplementedError(absl::StrCat(
           "no template of this build serves op ", OpName(op), " on ",
           target.ToString(), ", which request \"", request.name,
@@ -73,7 +86,13 @@ absl::Status CheckOpsServed(const Manifest& manifest,
 
 Planner::Planner(const RequestGeometry& geometry, const DeviceProfile& device,
                  const Toolchain& toolchain, const PlannerOptions& options)
-    : geometry_(geometry), device_(device), numerics_(options.numerics) {
+    : geometry_(geometry),
+      device_(device),
+      attached_(options.attached),
+      templates_(
+          TemplatesOf(geometry.op, device.target.backend, options.attached)),
+      in_tree_(TemplatesFor(geometry.op, device.target.backend).size()),
+      numerics_(options.numerics) {
   KILN_CHECK(options.candidates_max >= 1);
   space_.toolchain = toolchain;
   space_.candidates_max = options.candidates_max;
@@ -83,8 +102,7 @@ Planner::Planner(const RequestGeometry& geometry, const DeviceProfile& device,
     space_.balance = options.ceilings->Balance();
     if (!space_.balance.empty()) model_ = options.ceilings->Rounded();
   }
-  for (const KernelTemplate* from :
-       TemplatesFor(geometry.op, device.target.backend)) {
+  for (const KernelTemplate* from : templates_) {
     space_.templates.push_back(
         {std::string(from->name()), from->version(), from->sources()});
   }
@@ -131,9 +149,9 @@ std::string Planner::ReasonAgainst(const PlanBody& body,
   return LimitThatBreaks(body, interval.m_max);
 }
 
-void Planner::Prune(const Problem& problem,
+void Planner::Prune(const Problem& problem, bool by_model,
                     std::vector<LegalPoint>* points) const {
-  if (model_.has_value()) {
+  if (by_model && model_.has_value()) {
     std::vector<Prediction> predictions;
     double best = std::numeric_limits<double>::infinity();
     for (const LegalPoint& point : *points) {
@@ -162,8 +180,8 @@ absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
   plan.interval = interval;
   std::vector<std::string> unsupported;
   std::map<std::string, size_t> broken_rules;
-  for (const KernelTemplate* from :
-       TemplatesFor(geometry_.op, device_.target.backend)) {
+  for (size_t index = 0; index < templates_.size(); ++index) {
+    const KernelTemplate* const from = templates_[index];
     const absl::Status supports = from->Supports(geometry_, device_.target);
     if (!supports.ok()) {
       unsupported.emplace_back(supports.message());
@@ -184,7 +202,7 @@ absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
         ++broken_rules[broken];
       }
     }
-    Prune(problem, &points);
+    Prune(problem, index < in_tree_, &points);
     for (LegalPoint& point : points) {
       if (!point.pruned.empty()) {
         plan.pruned.push_back({.label = point.body.Label(),

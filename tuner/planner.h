@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -43,8 +44,8 @@ struct PrunedCandidate {
 
 struct IntervalPlan {
   Interval interval;
-  // By template, in the order of the registry, and by predicted cost; the first
-  // is the default.
+  // By template, in the order of the registry and then as they were attached,
+  // and by predicted cost; the first is the default.
   std::vector<PlannedCandidate> candidates;
   // Points that break a rule of their template, by rule.
   std::vector<RejectedPoints> rejects;
@@ -58,6 +59,9 @@ int DefaultCandidatesMax(Backend backend);
 // As many as to leave none out.
 inline constexpr int kAllCandidates = 1 << 20;
 
+// Templates that were attached for a run: those of kernel packages.
+using AttachedTemplates = std::vector<std::shared_ptr<const KernelTemplate>>;
+
 // How candidates are chosen.
 struct PlannerOptions {
   int candidates_max = 1;  // per interval, at least 1
@@ -66,12 +70,17 @@ struct PlannerOptions {
   bool warm_l2 = false;  // how they will be timed
   // The numerics class that an interval keeps; empty or absent: any.
   std::map<Interval, std::string> numerics = {};
+  // Compete with the templates of this build, and come after them. The cost
+  // model does not know them and leaves none of their points out.
+  AttachedTemplates attached = {};
 };
 
-// Whether this build has templates for the ops of all requests on all targets.
-//   Errors: Unimplemented, naming the first request that it has none for.
+// Whether there are templates for the ops of all requests on all targets, in
+// this build or attached.
+//   Errors: Unimplemented, naming the first request that there is none for.
 absl::Status CheckOpsServed(const Manifest& manifest,
-                            const std::vector<Target>& targets);
+                            const std::vector<Target>& targets,
+                            const AttachedTemplates& attached = {});
 
 // Plans intervals of one geometry on one device. Program keys are computed once
 // per assignment and shared by all intervals. Not thread-safe.
@@ -105,10 +114,15 @@ class Planner {
   std::string ReasonAgainst(const PlanBody& body,
                             const Interval& interval) const;
   // Sets `pruned` of the points, which are in the order of their template.
-  void Prune(const Problem& problem, std::vector<LegalPoint>* points) const;
+  // by_model: the cost model takes part.
+  void Prune(const Problem& problem, bool by_model,
+             std::vector<LegalPoint>* points) const;
 
   RequestGeometry geometry_;
   DeviceProfile device_;
+  AttachedTemplates attached_;                     // kept alive
+  std::vector<const KernelTemplate*> templates_;  // for op and backend
+  size_t in_tree_ = 0;                             // the first so many
   CandidateSpace space_;
   std::map<Interval, std::string> numerics_;
   // What the cost model goes by; absent when it leaves nothing out.

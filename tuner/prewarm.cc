@@ -38,7 +38,7 @@ class StageTimer {
 constexpr size_t kClaimedPerWorker = 8;
 constexpr size_t kClaimedMin = 32;
 
-// One program to compile, and everybody who needs it.
+// One program that is missing, and how to make it.
 struct PendingProgram {
   ProgramKey key;
   size_t context = 0;
@@ -230,6 +230,7 @@ class Session {
   absl::Status Compile() {
     const StageTimer timer(Stage::kCompile, &report_);
     ASSIGN_OR_RETURN(std::vector<PendingProgram> pending, FindPending());
+    ASSIGN_OR_RETURN(pending, StoreAttached(std::move(pending)));
     if (pending.empty()) return absl::OkStatus();
     if (!options_.stop_after.has_value()) RETURN_IF_ERROR(race_.Begin());
     std::vector<CompilerSetup> setups;
@@ -276,6 +277,30 @@ class Session {
     }
     report_.compile_cpu_seconds += pool.stats().compile_seconds;
     return absl::OkStatus();
+  }
+
+  // Stores the binaries that packages brought; returns what is to be compiled.
+  absl::StatusOr<std::vector<PendingProgram>> StoreAttached(
+      std::vector<PendingProgram> pending) {
+    std::vector<PendingProgram> open;
+    std::vector<Program> programs;
+    for (PendingProgram& program : pending) {
+      if (program.job.unit.binary.empty()) {
+        open.push_back(std::move(program));
+        continue;
+      }
+      CompileResult result;
+      result.binary = program.job.unit.binary;
+      ASSIGN_OR_RETURN(
+          Program made,
+          MakeProgram(program.job, contexts_[program.context].setup.toolchain,
+                      std::move(result)));
+      programs.push_back(std::move(made));
+    }
+    if (programs.empty()) return open;
+    RETURN_IF_ERROR(cache_.PutPrograms(programs, {}));
+    report_.programs_attached += programs.size();
+    return open;
   }
 
   absl::Status CompileBatch(const std::vector<PendingProgram>& batch,
@@ -531,6 +556,7 @@ absl::StatusOr<std::vector<ResolvedInterval>> ResolveIntervals(
             : DefaultCandidatesMax(context.target.backend);
     planning.ceilings = context.ceilings;
     planning.warm_l2 = options.warm_l2;
+    planning.attached = options.attached;
     for (const PlannedRequest& request : requests) {
       planning.numerics.clear();
       if (options.keep_numerics.has_value()) {
@@ -555,7 +581,8 @@ absl::StatusOr<std::vector<ResolvedInterval>> ResolveIntervals(
 absl::StatusOr<ResolvedManifest> ResolveManifest(const Manifest& manifest,
                                                  const PrewarmOptions& options,
                                                  PlanCache* cache) {
-  RETURN_IF_ERROR(CheckOpsServed(manifest, options.targets));
+  RETURN_IF_ERROR(
+      CheckOpsServed(manifest, options.targets, options.attached));
   ASSIGN_OR_RETURN(const std::vector<PlannedRequest> requests,
                    Canonicalize(manifest, options.capacity_max));
   ResolvedManifest resolved;

@@ -3,7 +3,8 @@
 //   Resolve   manifest × target -> intervals with their keys
 //   LookUp    which intervals the cache answers already
 //   Enumerate candidates of the others
-//   Compile   missing programs, in worker processes; inspected, then stored
+//   Compile   missing programs, in worker processes; inspected, then stored;
+//             those that a package's own compiler made are stored as they are
 //   Race      verify against the oracle, time, select; stored per interval
 //
 // Each stage takes values and returns values; a killed run loses at most the
@@ -98,6 +99,9 @@ struct PrewarmOptions {
   // with everything they need. Which, depends on manifest and options alone.
   int shard_index = 0;
   int shard_count = 1;
+  // Kernel packages that compete with the templates of this build; part of
+  // every key. See AttachPackages.
+  AttachedTemplates attached;
   // Finds the compiler of a backend. Called at most once per backend.
   std::function<absl::StatusOr<CompilerSetup>(Backend, ProbeMemo*)> toolchain;
 };
@@ -121,6 +125,7 @@ struct PrewarmReport {
   size_t candidates = 0;  // distinct
   size_t programs_compiled = 0;
   size_t programs_reused = 0;
+  size_t programs_attached = 0;  // binaries that packages brought
   size_t rejects = 0;  // programs and candidates
   uint64_t launches = 0;
   size_t winners = 0;                     // measured plans

@@ -67,7 +67,12 @@ std::string AssignmentText(const Assignment& assignment) {
 }
 
 std::string PlanBody::Label() const {
-  return absl::StrCat(template_name, "{", AssignmentText(assignment), "}");
+  constexpr size_t kDigits = 12;
+  const size_t at = template_name.find('@');
+  const std::string name = at == std::string::npos
+                               ? template_name
+                               : template_name.substr(0, at + 1 + kDigits);
+  return absl::StrCat(name, "{", AssignmentText(assignment), "}");
 }
 
 absl::Status ValidatePlan(const Plan& plan) {

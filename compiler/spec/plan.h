@@ -11,6 +11,7 @@
 #include <compare>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -132,7 +133,8 @@ using Assignment = std::map<std::string, int64_t>;
 std::string AssignmentText(const Assignment& assignment);
 
 // One program to compile: specialised text plus the headers it names, all in
-// memory. A pure function of a candidate; contains no path.
+// memory. A pure function of a candidate; contains no path. Or the binary that
+// a package's own compiler made of it.
 struct SourceUnit {
   std::string name;  // virtual file name, "fused_moe/cuda.cu"
   uint32_t template_version = 0;
@@ -141,13 +143,17 @@ struct SourceUnit {
   std::vector<std::pair<std::string, std::string>> headers;  // name, text
   std::vector<std::string> entries;  // symbols it must export, sorted
   std::vector<std::string> options;  // extra compiler options, in order
+  // The attached package that it comes from; absent for Kiln's own templates.
+  std::optional<Digest> package = {};
+  std::string binary = {};  // then there is no text, and nothing to compile
 
   bool operator==(const SourceUnit&) const = default;
 };
 
 // What a candidate and a plan have in common.
 struct PlanBody {
-  std::string template_name;  // "fused_moe.cuda"
+  // "fused_moe.cuda"; of a package "acme.scalar@HEX", its digest in full.
+  std::string template_name;
   uint32_t template_version = 0;
   Assignment assignment;
   // Candidates of one class give bit-identical results.
@@ -165,7 +171,8 @@ struct PlanBody {
   ArenaLayout arena;
   std::vector<Step> steps;
 
-  // "fused_moe.cuda{tokens_tile=8,warps=4}".
+  // "fused_moe.cuda{tokens_tile=8,warps=4}"; the digest of a package is cut to
+  // 12 digits.
   std::string Label() const;
 
   bool operator==(const PlanBody&) const = default;

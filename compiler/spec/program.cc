@@ -1,11 +1,21 @@
 #include "compiler/spec/program.h"
 
 #include "absl/strings/str_cat.h"
+#include "compiler/base/check.h"
 
 namespace kiln {
 
+Toolchain ToolchainOf(const SourceUnit& unit, const Toolchain& compiler) {
+  if (unit.binary.empty()) return compiler;
+  KILN_CHECK(unit.package.has_value());
+  return {.name = "package",
+          .version = unit.package->Short(),
+          .content = *unit.package};
+}
+
 ProgramKey MakeProgramKey(const SourceUnit& unit, const Target& target,
-                          const Toolchain& toolchain) {
+                          const Toolchain& compiler) {
+  const Toolchain toolchain = ToolchainOf(unit, compiler);
   CanonicalEncoder encoder("kiln.build/1");
   encoder.Text("target", target.ToString())
       .Text("compute_dtype", unit.compute_dtype)
@@ -32,6 +42,9 @@ ProgramKey MakeProgramKey(const SourceUnit& unit, const Target& target,
     encoder.Hash(name, Sha256(text));
   }
   encoder.End();
+  // Only where they are set, so that other programs keep their keys.
+  if (unit.package.has_value()) encoder.Hash("package", *unit.package);
+  if (!unit.binary.empty()) encoder.Hash("binary", Sha256(unit.binary));
   ProgramKey key;
   key.preimage = encoder.bytes();
   key.digest = Sha256(key.preimage);

@@ -31,10 +31,15 @@ struct ProgramKey {
   bool operator==(const ProgramKey&) const = default;
 };
 
+// What makes, or made, the binary of `unit`: `compiler`, or for a unit with a
+// binary the package that brought it ("package 1f3a5b7c9d0e").
+Toolchain ToolchainOf(const SourceUnit& unit, const Toolchain& compiler);
+
 // Everything that can change the binary: source and header bytes, entries,
-// options, the dtype arithmetic runs in, the full target, the toolchain.
+// options, the dtype arithmetic runs in, the full target, the toolchain (that
+// of ToolchainOf); and for a package, which one it is.
 ProgramKey MakeProgramKey(const SourceUnit& unit, const Target& target,
-                          const Toolchain& toolchain);
+                          const Toolchain& compiler);
 
 // One parameter of an entry, in bytes from the start of the parameter block.
 struct KernelParam {
