@@ -221,7 +221,8 @@ class Tree:
                           "in tools/house_rules.py")
             return
         kernel = re.match(r"templates/device/|templates/[^/]+/[^/]*\.cu$|"
-                          r"templates/[^/]+/cpu[^/]*\.cc$", path)
+                          r"templates/[^/]+/cpu[^/]*\.cc$|"
+                          r"tools/examples/package_[^/]+/", path)
         lines = without_raw_strings(self.texts[path]).split("\n")
         for number, line in enumerate(lines, 1):
             match = INCLUDE.match(line)

@@ -4,8 +4,9 @@
 
 #include "tuner/attach.h"
 
-#include <filesystem>
-#include <set>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,8 @@
 #include "tests/support/package_folder.h"
 #include "tests/support/status_matchers.h"
 #include "tests/tuner/cpu_programs.h"
+#include "tools/bundle_json.h"
+#include "tools/bundle_view.h"
 #include "tuner/freeze.h"
 #include "tuner/planner.h"
 #include "tuner/prewarm.h"
@@ -484,14 +487,14 @@ TEST_F(PackageRaceTest, AParameterLayoutThatDiffersIsRejectedBeforeALaunch) {
   EXPECT_THAT(silent_.lines.back(), HasSubstr("argument"));
 }
 
-TEST_F(PackageRaceTest, AWinnerFreezesWithConsentOnly) {
+// A bundle of the package's plans without a race that it won: the example is no
+// match for fused_moe.cpu, so its plan takes the place of the winner's.
+TEST_F(PackageRaceTest, KeptNumericsMakeItWinAndAWinnerFreezesWithConsentOnly) {
   ASSERT_OK(Attach(ExampleFolder()));
   ASSERT_OK(Run());
-  // The example is no match for fused_moe.cpu, so its plan is put in place of
-  // the winner's, as a faster kernel's would be.
   ASSERT_OK_AND_ASSIGN(PlanCache cache,
                        PlanCache::Open(cache_.path(), CacheMode::kReadWrite));
-  ASSERT_OK_AND_ASSIGN(const ResolvedManifest resolved,
+  ASSERT_OK_AND_ASSIGN(ResolvedManifest resolved,
                        ResolveManifest(manifest_, options_, &cache));
   const ResolvedInterval& interval = resolved.intervals[0];
   ASSERT_OK_AND_ASSIGN(const IntervalPlan planned,
@@ -506,6 +509,26 @@ TEST_F(PackageRaceTest, AWinnerFreezesWithConsentOnly) {
   plan.programs = {planned.candidates[1].programs[0].digest};
   ASSERT_OK(cache.PutPlan(interval.key, plan, evidence));
   FreezePolicy policy;
+  policy.allow_unqualified = true;
+  ASSERT_OK_AND_ASSIGN(const FreezeResult first,
+                       Freeze(manifest_, options_, policy, &cache));
+
+  // Who keeps the numerics of that bundle admits nothing but the package.
+  WriteTestFile(cache_.File("first.kiln"), first.bytes);
+  ASSERT_OK_AND_ASSIGN(
+      const BundleView view,
+      BundleView::Open(cache_.File("first.kiln"), std::nullopt));
+  ASSERT_OK_AND_ASSIGN(options_.keep_numerics,
+                       KeptNumerics::Read(view.handle()));
+  ASSERT_OK_AND_ASSIGN(const PrewarmReport report,
+                       Prewarm(manifest_, options_, &cache, &silent_));
+  ASSERT_TRUE(report.complete);
+  const Plan& winner = *report.intervals[0].plan;
+  EXPECT_EQ(winner.body.template_name, options_.attached[0]->name());
+  EXPECT_EQ(winner.evidence.state, PlanState::kMeasured);
+  EXPECT_GT(winner.evidence.median_ns, 0);
+
+  policy.allow_unqualified = false;
   EXPECT_THAT(Freeze(manifest_, options_, policy, &cache),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        AllOf(HasSubstr("template example.scalar@"),
@@ -517,7 +540,17 @@ TEST_F(PackageRaceTest, AWinnerFreezesWithConsentOnly) {
                        Freeze(manifest_, options_, policy, &cache));
   EXPECT_EQ(frozen.unqualified, 1u);
   EXPECT_EQ(frozen.golden, 1u);
-  EXPECT_THAT(frozen.bytes, HasSubstr(plan.body.template_name));
+
+  // The bundle says what it holds: name and digest in full.
+  WriteTestFile(cache_.File("second.kiln"), frozen.bytes);
+  ASSERT_OK_AND_ASSIGN(
+      const BundleView second,
+      BundleView::Open(cache_.File("second.kiln"), std::nullopt));
+  const kiln_plan_info_t info = second.Plan(0, 0, 0);
+  EXPECT_EQ(std::string(info.template_name), options_.attached[0]->name());
+  EXPECT_NE(info.flags & KILN_CONTAINS_UNQUALIFIED, 0u);
+  EXPECT_THAT(BundleToJson(second).dump(),
+              HasSubstr(std::string(options_.attached[0]->name())));
 }
 
 }  // namespace
