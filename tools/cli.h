@@ -54,7 +54,7 @@ struct PlanningOptions {
   bool compile_only = false;
   bool exhaustive = false;
   bool warm_l2 = false;
-  std::string keep_numerics;  // bundle; empty = any numerics
+  std::string keep_numerics;          // bundle; empty = any numerics
   std::vector<std::string> packages;  // folders
 };
 

@@ -44,13 +44,12 @@ void Print(const Package& package) {
   const PackageManifest& manifest = package.manifest;
   std::printf("%s version %u, digest %s\n", manifest.name.c_str(),
               manifest.version, package.digest.ToHex().c_str());
-  std::printf(
-      "op %s on %s, compiled by %s, %s, %zu points\n",
-      std::string(OpName(manifest.op)).c_str(),
-      std::string(BackendName(manifest.backend)).c_str(),
-      manifest.own_compiler ? "its own compiler" : "Kiln",
-      manifest.deterministic ? "deterministic" : "repeats may differ",
-      PackagePoints(manifest.axes).size());
+  std::printf("op %s on %s, compiled by %s, %s, %zu points\n",
+              std::string(OpName(manifest.op)).c_str(),
+              std::string(BackendName(manifest.backend)).c_str(),
+              manifest.own_compiler ? "its own compiler" : "Kiln",
+              manifest.deterministic ? "deterministic" : "repeats may differ",
+              PackagePoints(manifest.axes).size());
   for (const Axis& axis : manifest.axes) {
     std::printf("  axis %s: %s\n", axis.name.c_str(),
                 absl::StrJoin(axis.values, ", ").c_str());

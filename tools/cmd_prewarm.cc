@@ -192,8 +192,7 @@ absl::StatusOr<int> RunPrewarm(const GlobalOptions& global,
     RETURN_IF_ERROR(ParseShard(command.shard, &options));
   }
   // Before there is a cache: what cannot be served changes nothing.
-  RETURN_IF_ERROR(
-      CheckOpsServed(manifest, options.targets, options.attached));
+  RETURN_IF_ERROR(CheckOpsServed(manifest, options.targets, options.attached));
   ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
   const std::unique_ptr<ProgressSink> progress = MakeProgress();
   ASSIGN_OR_RETURN(const PrewarmReport report,

@@ -325,8 +325,8 @@ int Run(int argc, char** argv) {
   verb_explain->callback(
       [&] { chosen = [&] { return RunExplain(global, explain); }; });
 
-  CLI::App* package = app.add_subcommand(
-      "package", "Kernel packages: bring your own kernels");
+  CLI::App* package =
+      app.add_subcommand("package", "Kernel packages: bring your own kernels");
   package->require_subcommand(1);
   package->fallthrough();
   kiln::PackageCommand package_command;
@@ -348,9 +348,8 @@ int Run(int argc, char** argv) {
   verb->add_option("folder", package_command.folder, "Folder of the package")
       ->required()
       ->check(NotEmpty());
-  verb->callback([&] {
-    chosen = [&] { return RunPackagePin(global, package_command); };
-  });
+  verb->callback(
+      [&] { chosen = [&] { return RunPackagePin(global, package_command); }; });
 
   CLI::App* cache = app.add_subcommand("cache", "Look after the plan cache");
   cache->require_subcommand(1);

@@ -26,10 +26,9 @@ absl::Status CheckBinary(const Package& package, size_t index,
                          const PackageBinary& binary) {
   const PackageManifest& manifest = package.manifest;
   Program program;
-  ASSIGN_OR_RETURN(
-      program.kernels,
-      InspectProgram(package.files.at(binary.file), binary.target,
-                     manifest.programs[index].entries));
+  ASSIGN_OR_RETURN(program.kernels,
+                   InspectProgram(package.files.at(binary.file), binary.target,
+                                  manifest.programs[index].entries));
   for (const PackageStep& from : manifest.steps) {
     if (from.program != index) continue;
     const Step step = LayoutOf(from);
@@ -77,10 +76,9 @@ AttachPackages(const std::vector<std::string>& folders) {
     const auto [other, first] =
         folder_of.emplace(package.manifest.name, folder);
     if (!first) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("package ", package.manifest.name, " is attached from ",
-                       other->second, " and from ", folder,
-                       "; attach one of them"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "package ", package.manifest.name, " is attached from ",
+          other->second, " and from ", folder, "; attach one of them"));
     }
     attached.push_back(MakePackageTemplate(std::move(package)));
   }

@@ -28,13 +28,14 @@ std::string WhyUnqualified(const Plan& plan,
                            const AttachedTemplates& attached) {
   for (const auto& one : attached) {
     if (one->name() != plan.body.template_name) continue;
-    return "no package has: its candidates were compared with the oracle before "
-        "they were timed, but no suite ran on such a device and no receipt "
-        "says so; pass --allow-unqualified to ship it all the same, and the "
-        "bundle will say that it is unqualified";
+    return "no package has: its candidates were compared with the oracle "
+           "before "
+           "they were timed, but no suite ran on such a device and no receipt "
+           "says so; pass --allow-unqualified to ship it all the same, and the "
+           "bundle will say that it is unqualified";
   }
   return "as it stands it has not passed the suite on such a device; run "
-      "tools/qualify.py on one, or pass --allow-unqualified";
+         "tools/qualify.py on one, or pass --allow-unqualified";
 }
 
 // The template behind a plan as it is in this build; unknown names and other
@@ -268,11 +269,10 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
     if (!IsQualified(IdentityOf(plan), target, policy.receipts)) {
       ++result.unqualified;
       if (!policy.allow_unqualified) {
-        return absl::FailedPreconditionError(
-            absl::StrCat("template ", plan.body.template_name,
-                         " of the plan for ", IntervalName(resolved, target),
-                         " has no qualification for ", target.ToString(), ": ",
-                         WhyUnqualified(plan, options.attached)));
+        return absl::FailedPreconditionError(absl::StrCat(
+            "template ", plan.body.template_name, " of the plan for ",
+            IntervalName(resolved, target), " has no qualification for ",
+            target.ToString(), ": ", WhyUnqualified(plan, options.attached)));
       }
       unqualified[resolved.context].insert(plan.body.template_name);
     }

@@ -120,9 +120,9 @@ class Planner {
 
   RequestGeometry geometry_;
   DeviceProfile device_;
-  AttachedTemplates attached_;                     // kept alive
+  AttachedTemplates attached_;                    // kept alive
   std::vector<const KernelTemplate*> templates_;  // for op and backend
-  size_t in_tree_ = 0;                             // the first so many
+  size_t in_tree_ = 0;                            // the first so many
   CandidateSpace space_;
   std::map<Interval, std::string> numerics_;
   // What the cost model goes by; absent when it leaves nothing out.

@@ -581,8 +581,7 @@ absl::StatusOr<std::vector<ResolvedInterval>> ResolveIntervals(
 absl::StatusOr<ResolvedManifest> ResolveManifest(const Manifest& manifest,
                                                  const PrewarmOptions& options,
                                                  PlanCache* cache) {
-  RETURN_IF_ERROR(
-      CheckOpsServed(manifest, options.targets, options.attached));
+  RETURN_IF_ERROR(CheckOpsServed(manifest, options.targets, options.attached));
   ASSIGN_OR_RETURN(const std::vector<PlannedRequest> requests,
                    Canonicalize(manifest, options.capacity_max));
   ResolvedManifest resolved;

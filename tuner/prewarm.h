@@ -126,7 +126,7 @@ struct PrewarmReport {
   size_t programs_compiled = 0;
   size_t programs_reused = 0;
   size_t programs_attached = 0;  // binaries that packages brought
-  size_t rejects = 0;  // programs and candidates
+  size_t rejects = 0;            // programs and candidates
   uint64_t launches = 0;
   size_t winners = 0;                     // measured plans
   size_t predicted = 0;                   // plans that were never run

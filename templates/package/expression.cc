@@ -47,10 +47,9 @@ class Parser {
 
  private:
   absl::Status Refuse(absl::string_view expected) const {
-    return Error(absl::StrCat("expected ", expected, ", found ",
-                              at_ < text_.size()
-                                  ? JsonQuote(text_.substr(at_, 1))
-                                  : "the end"));
+    return Error(absl::StrCat(
+        "expected ", expected, ", found ",
+        at_ < text_.size() ? JsonQuote(text_.substr(at_, 1)) : "the end"));
   }
 
   absl::Status Error(absl::string_view what) const {
@@ -125,8 +124,8 @@ class Parser {
     const std::string digits = Take(absl::ascii_isalnum);
     Node node;
     if (!absl::SimpleAtoi(digits, &node.number)) {
-      return Error(absl::StrCat(JsonQuote(digits),
-                                " is no whole number of 64 bits"));
+      return Error(
+          absl::StrCat(JsonQuote(digits), " is no whole number of 64 bits"));
     }
     return Append(std::move(node));
   }
@@ -153,8 +152,8 @@ class Parser {
       }
       node.kind = Kind::kLinear;
     } else if (names_.count(word) == 0) {
-      return Error(absl::StrCat("unknown name ", JsonQuote(word), "; known: ",
-                                launch_ ? "m, " : "",
+      return Error(absl::StrCat("unknown name ", JsonQuote(word),
+                                "; known: ", launch_ ? "m, " : "",
                                 absl::StrJoin(names_, ", ")));
     }
     return Append(std::move(node));
@@ -393,8 +392,8 @@ absl::StatusOr<LaunchDim> Expression::Dim(
   return dim;
 }
 
-absl::StatusOr<Condition> Condition::Parse(
-    absl::string_view text, const std::set<std::string>& names) {
+absl::StatusOr<Condition> Condition::Parse(absl::string_view text,
+                                           const std::set<std::string>& names) {
   Condition condition;
   condition.text_ = std::string(text);
   const size_t begin = text.find_first_of("=!<>");
@@ -406,10 +405,9 @@ absl::StatusOr<Condition> Condition::Parse(
   const size_t bytes = text.substr(begin + 1, 1) == "=" ? 2 : 1;
   condition.comparison_ = std::string(text.substr(begin, bytes));
   if (condition.comparison_ == "=" || condition.comparison_ == "!") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("condition ", JsonQuote(text), " has \"",
-                     condition.comparison_,
-                     "\"; expected one of == != < <= > >="));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "condition ", JsonQuote(text), " has \"", condition.comparison_,
+        "\"; expected one of == != < <= > >="));
   }
   ASSIGN_OR_RETURN(condition.left_,
                    Expression::Parse(text.substr(0, begin), names, false));

@@ -91,8 +91,7 @@ class Parser {
         {"schema", "name", "version", "op", "backend", "serves", "axes",
          "conditions", "compute_dtype", "deterministic", "numerics_axes",
          "threads", "files", "compiler", "programs", "arena", "steps"}));
-    RETURN_IF_ERROR(
-        reader.Word<bool>("schema", {{kSchema, true}}).status());
+    RETURN_IF_ERROR(reader.Word<bool>("schema", {{kSchema, true}}).status());
     RETURN_IF_ERROR(ParseIdentity(reader));
     RETURN_IF_ERROR(ParseServes(reader));
     RETURN_IF_ERROR(ParseAxes(reader));
@@ -177,12 +176,12 @@ class Parser {
       text = node.text;
     } else {
       return JsonError(file_, node,
-                       absl::StrCat(what, " must be an expression or a whole "
-                                          "number, found ",
+                       absl::StrCat(what,
+                                    " must be an expression or a whole "
+                                    "number, found ",
                                     JsonExcerpt(node)));
     }
-    absl::StatusOr<Expression> parsed =
-        Expression::Parse(text, names_, launch);
+    absl::StatusOr<Expression> parsed = Expression::Parse(text, names_, launch);
     if (!parsed.ok()) {
       return JsonError(file_, node,
                        absl::StrCat(what, ": ", parsed.status().message()));
@@ -194,8 +193,9 @@ class Parser {
     ASSIGN_OR_RETURN(out_.name, reader.Text("name"));
     const std::vector<std::string> parts = absl::StrSplit(out_.name, '.');
     if (parts.size() < 2 || out_.name.size() > kPackageNameBytesMax ||
-        !std::all_of(parts.begin(), parts.end(),
-                     [](const std::string& part) { return IsPlainWord(part); })) {
+        !std::all_of(parts.begin(), parts.end(), [](const std::string& part) {
+          return IsPlainWord(part);
+        })) {
       return reader.Refuse(
           "name", *reader.Optional("name"),
           absl::StrCat("must be two or more words of a-z, 0-9 and _ with dots "
@@ -204,11 +204,11 @@ class Parser {
     }
     for (const Op op : {Op::kFusedMoe, Op::kLinear}) {
       if (parts.front() == OpName(op)) {
-        return reader.Refuse("name", *reader.Optional("name"),
-                             absl::StrCat("is Kiln's own: templates of this "
-                                          "build begin with ",
-                                          parts.front(),
-                                          "; begin with a name of yours"));
+        return reader.Refuse(
+            "name", *reader.Optional("name"),
+            absl::StrCat("is Kiln's own: templates of this "
+                         "build begin with ",
+                         parts.front(), "; begin with a name of yours"));
       }
     }
     ASSIGN_OR_RETURN(const int64_t version,
@@ -216,14 +216,15 @@ class Parser {
     out_.version = static_cast<uint32_t>(version);
     ASSIGN_OR_RETURN(out_.op,
                      reader.Word<Op>("op", {{"fused_moe", Op::kFusedMoe}}));
-    ASSIGN_OR_RETURN(out_.backend,
-                     reader.Word<Backend>("backend", {{"cpu", Backend::kCpu},
-                                                      {"cuda", Backend::kCuda}}));
+    ASSIGN_OR_RETURN(out_.backend, reader.Word<Backend>(
+                                       "backend", {{"cpu", Backend::kCpu},
+                                                   {"cuda", Backend::kCuda}}));
     ASSIGN_OR_RETURN(
         out_.compute_dtype,
-        reader.Word<std::string>(
-            "compute_dtype",
-            {{"f16", "f16"}, {"bf16", "bf16"}, {"f32", "f32"}, {"f64", "f64"}}));
+        reader.Word<std::string>("compute_dtype", {{"f16", "f16"},
+                                                   {"bf16", "bf16"},
+                                                   {"f32", "f32"},
+                                                   {"f64", "f64"}}));
     ASSIGN_OR_RETURN(out_.deterministic, reader.Bool("deterministic"));
     for (const auto& [name, value] : GeometryValues({})) names_.insert(name);
     return absl::OkStatus();
@@ -235,8 +236,7 @@ class Parser {
     if (reader.Optional(key) == nullptr) return range;
     ASSIGN_OR_RETURN(const std::vector<const JsonNode*> ends,
                      List(reader, key, 2, 2));
-    ASSIGN_OR_RETURN(range.low,
-                     reader.IntegerOf(*ends[0], key, 1, INT64_MAX));
+    ASSIGN_OR_RETURN(range.low, reader.IntegerOf(*ends[0], key, 1, INT64_MAX));
     ASSIGN_OR_RETURN(range.high,
                      reader.IntegerOf(*ends[1], key, range.low, INT64_MAX));
     return range;
@@ -266,10 +266,9 @@ class Parser {
     RETURN_IF_ERROR(WordList<Activation>(reader, "activations",
                                          {{"silu", Activation::kSilu}},
                                          &serves.activations));
-    RETURN_IF_ERROR(
-        WordList<DType>(reader, "io_dtypes",
-                        {{"bf16", DType::kBf16}, {"f16", DType::kF16}},
-                        &serves.io_dtypes));
+    RETURN_IF_ERROR(WordList<DType>(
+        reader, "io_dtypes", {{"bf16", DType::kBf16}, {"f16", DType::kF16}},
+        &serves.io_dtypes));
     RETURN_IF_ERROR(WordList<DType>(
         reader, "id_dtypes", {{"i32", DType::kI32}, {"i64", DType::kI64}},
         &serves.id_dtypes));
@@ -328,8 +327,8 @@ class Parser {
           axis.name == "ceil_div" || axis.name == kCapacity ||
           axis.name == kProcessors || names_.count(axis.name) != 0 ||
           absl::StrContains(
-              prelude, absl::StrCat("KILN_", absl::AsciiStrToUpper(axis.name),
-                                    " "))) {
+              prelude,
+              absl::StrCat("KILN_", absl::AsciiStrToUpper(axis.name), " "))) {
         return reader.Refuse("name", name,
                              "has another meaning; choose another name");
       }
@@ -346,9 +345,9 @@ class Parser {
       }
       points *= axis.values.size();
       if (points > kPackagePointsMax) {
-        return reader.Error(*item, absl::StrCat("the axes have more than ",
-                                                kPackagePointsMax,
-                                                " points together"));
+        return reader.Error(
+            *item, absl::StrCat("the axes have more than ", kPackagePointsMax,
+                                " points together"));
       }
       names_.insert(axis.name);
       out_.axes.push_back(std::move(axis));
@@ -389,8 +388,7 @@ class Parser {
     }
     for (const std::string& name : out_.numerics_axes) {
       if (!IsAxis(name)) {
-        return reader.Refuse("numerics_axes",
-                             *reader.Optional("numerics_axes"),
+        return reader.Refuse("numerics_axes", *reader.Optional("numerics_axes"),
                              absl::StrCat(JsonQuote(name), " is no axis"));
       }
     }
@@ -401,16 +399,17 @@ class Parser {
   absl::Status ParseThreads(const ObjectReader& reader) {
     const JsonNode* node = reader.Optional("threads");
     if (out_.backend == Backend::kCuda) {
-      return node == nullptr ? absl::OkStatus()
-                             : reader.Refuse("threads", *node,
-                                             "is for CPU packages only");
+      return node == nullptr
+                 ? absl::OkStatus()
+                 : reader.Refuse("threads", *node, "is for CPU packages only");
     }
     if (node == nullptr) {
       ASSIGN_OR_RETURN(out_.threads,
                        Expression::Parse(kProcessors, names_, false));
       return absl::OkStatus();
     }
-    ASSIGN_OR_RETURN(out_.threads, ParseExpression(*node, "\"threads\"", false));
+    ASSIGN_OR_RETURN(out_.threads,
+                     ParseExpression(*node, "\"threads\"", false));
     return absl::OkStatus();
   }
 
@@ -491,9 +490,9 @@ class Parser {
       ASSIGN_OR_RETURN(program.entries, Texts(reader, "entries", 1));
       for (const std::string& entry : program.entries) {
         if (!IsSymbol(entry)) {
-          return reader.Refuse("entries", *reader.Optional("entries"),
-                               absl::StrCat(JsonQuote(entry),
-                                            " is no name of a C function"));
+          return reader.Refuse(
+              "entries", *reader.Optional("entries"),
+              absl::StrCat(JsonQuote(entry), " is no name of a C function"));
         }
       }
       std::sort(program.entries.begin(), program.entries.end());
@@ -563,14 +562,14 @@ class Parser {
 
   static size_t CountBinaries(const PackageProgram& program,
                               const Target& target, const Assignment& point) {
-    return static_cast<size_t>(std::count_if(
-        program.binaries.begin(), program.binaries.end(),
-        [&](const PackageBinary& binary) {
-          return binary.target == target &&
-                 std::includes(point.begin(), point.end(),
-                               binary.assignment.begin(),
-                               binary.assignment.end());
-        }));
+    return static_cast<size_t>(
+        std::count_if(program.binaries.begin(), program.binaries.end(),
+                      [&](const PackageBinary& binary) {
+                        return binary.target == target &&
+                               std::includes(point.begin(), point.end(),
+                                             binary.assignment.begin(),
+                                             binary.assignment.end());
+                      }));
   }
 
   // A binary that no program names was meant for something. Sources may have
@@ -613,9 +612,8 @@ class Parser {
       if (reader.Optional("bytes") == nullptr) {
         return reader.Error(*item, "arena slice lacks the key \"bytes\"");
       }
-      ASSIGN_OR_RETURN(
-          slice.bytes,
-          ParseExpression(*reader.Optional("bytes"), "\"bytes\"", false));
+      ASSIGN_OR_RETURN(slice.bytes, ParseExpression(*reader.Optional("bytes"),
+                                                    "\"bytes\"", false));
       out_.arena.push_back(std::move(slice));
     }
     return absl::OkStatus();
@@ -759,13 +757,11 @@ absl::StatusOr<PackageManifest> Parse(absl::string_view text,
 
 ExpressionValues GeometryValues(const RequestGeometry& geometry) {
   const Bits& bits = geometry.weights.bits;
-  return {{"hidden", geometry.hidden},
-          {"intermediate", geometry.intermediate},
-          {"experts", geometry.experts},
-          {"top_k", geometry.top_k},
-          {"bits_gate", bits.gate},
-          {"bits_up", bits.up},
-          {"bits_down", bits.down}};
+  return {
+      {"hidden", geometry.hidden},   {"intermediate", geometry.intermediate},
+      {"experts", geometry.experts}, {"top_k", geometry.top_k},
+      {"bits_gate", bits.gate},      {"bits_up", bits.up},
+      {"bits_down", bits.down}};
 }
 
 absl::StatusOr<PackageManifest> ParsePackageManifest(absl::string_view text,

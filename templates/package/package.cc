@@ -32,9 +32,10 @@ absl::Status CheckNoLinks(const std::string& folder, absl::string_view file) {
     if (lstat(path.c_str(), &info) != 0) return absl::OkStatus();
     if (S_ISLNK(info.st_mode)) {
       return absl::InvalidArgumentError(
-          absl::StrCat(path, " is a symbolic link; a package consists of "
-                             "regular files in its own folder: put a copy "
-                             "there"));
+          absl::StrCat(path,
+                       " is a symbolic link; a package consists of "
+                       "regular files in its own folder: put a copy "
+                       "there"));
     }
   }
   return absl::OkStatus();
@@ -195,8 +196,9 @@ absl::StatusOr<std::string> PinnedManifestText(const std::string& folder) {
   }
   if (!same) {
     return absl::InvalidArgumentError(
-        absl::StrCat(name, ": a \"sha256\" is written with escapes; write \"\" "
-                           "in its place"));
+        absl::StrCat(name,
+                     ": a \"sha256\" is written with escapes; write \"\" "
+                     "in its place"));
   }
   return pinned;
 }

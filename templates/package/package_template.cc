@@ -189,10 +189,9 @@ class Template : public KernelTemplate {
     if (!manifest_.own_compiler) return true;
     const std::vector<PackageBinary>& binaries =
         manifest_.programs.front().binaries;
-    return std::any_of(binaries.begin(), binaries.end(),
-                       [&](const PackageBinary& binary) {
-                         return binary.target == target;
-                       });
+    return std::any_of(
+        binaries.begin(), binaries.end(),
+        [&](const PackageBinary& binary) { return binary.target == target; });
   }
 
   ExpressionValues ValuesOf(const Problem& problem,
@@ -218,9 +217,8 @@ class Template : public KernelTemplate {
     for (const Condition& condition : manifest_.conditions) {
       ASSIGN_OR_RETURN(const bool holds, condition.Holds(values));
       if (holds) continue;
-      return absl::InvalidArgumentError(
-          absl::StrCat("package ", manifest_.name, " wants ",
-                       condition.text()));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "package ", manifest_.name, " wants ", condition.text()));
     }
     PlanBody body;
     body.template_name = name_;

@@ -56,9 +56,9 @@ inline void WriteTestFile(const std::string& path, const std::string& text) {
 
 // The manifest of the package above with its real digests.
 inline std::string PinnedPackageText(const std::string& text = kPackageText) {
-  return absl::StrReplaceAll(
-      text, {{"SHA_SOURCE", Sha256(kPackageSource).ToHex()},
-             {"SHA_HEADER", Sha256(kPackageHeader).ToHex()}});
+  return absl::StrReplaceAll(text,
+                             {{"SHA_SOURCE", Sha256(kPackageSource).ToHex()},
+                              {"SHA_HEADER", Sha256(kPackageHeader).ToHex()}});
 }
 
 // The folder of that package; goes with its scope.

@@ -25,12 +25,12 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-using ::testing::StartsWith;
 using testing::IsOkAndHolds;
 using testing::kPackageSource;
 using testing::PackageFolder;
 using testing::PinnedPackageText;
 using testing::ReadTestFile;
+using ::testing::StartsWith;
 using testing::StatusIs;
 
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
@@ -114,6 +114,7 @@ TEST(ExpressionTest, RefusesWhatIsNoExpressionAndSaysWhere) {
       {"9223372036854775808", "no whole number"},
       {"a == b", "expected an operator, found \"=\""},
   };
+
   for (const auto& one : cases) {
     EXPECT_THAT(NumberOf(one.text), StatusIs(kInvalid, HasSubstr(one.message)))
         << one.text;
@@ -146,12 +147,14 @@ TEST(ExpressionTest, RefusesALaunchRuleThatDoesNotFitOne) {
 
 TEST(ConditionTest, ComparesBothSides) {
   const ExpressionValues values = {{"a", 7}, {"b", 3}};
+
   const struct {
     const char* text;
     bool holds;
   } cases[] = {{"a % b == 1", true}, {"a == b", false}, {"a != b", true},
                {"a < b", false},     {"b <= 3", true},  {"a > b", true},
                {"a >= 8", false}};
+
   for (const auto& one : cases) {
     ASSERT_OK_AND_ASSIGN(const Condition condition,
                          Condition::Parse(one.text, {"a", "b"}));
@@ -200,8 +203,7 @@ TEST(PackageManifestTest, RefusesEachMistakeWithItsPlace) {
       {"unknown key of serves", "\"bits\": [4]", "\"bits\": [4], \"bit\": 4",
        "unknown key \"bit\" in \"serves\""},
       {"unknown key of a step", "\"label\": \"all\"",
-       "\"label\": \"all\", \"block\": [1]",
-       "unknown key \"block\" in step"},
+       "\"label\": \"all\", \"block\": [1]", "unknown key \"block\" in step"},
       {"unknown op", "\"fused_moe\"", "\"attention\"",
        "\"op\" is \"attention\", must be one of \"fused_moe\""},
       {"unknown backend", "\"cpu\"", "\"tpu\"", "must be one of \"cpu\""},
@@ -209,8 +211,7 @@ TEST(PackageManifestTest, RefusesEachMistakeWithItsPlace) {
       {"no codebook", "[\"mcg\"]", "[]", "must have 1.."},
       {"bits out of range", "\"bits\": [4]", "\"bits\": [9]",
        "must be within 1..8"},
-      {"range upside down", "[128, 512]", "[512, 128]",
-       "must be within 512.."},
+      {"range upside down", "[128, 512]", "[512, 128]", "must be within 512.."},
       {"one word as name", "acme.small", "small", "two or more words"},
       {"capitals in the name", "acme.small", "Acme.small", "two or more words"},
       {"a name of Kiln's", "acme.small", "fused_moe.small", "is Kiln's own"},
@@ -265,14 +266,15 @@ TEST(PackageManifestTest, RefusesEachMistakeWithItsPlace) {
        "\"version\": 3, \"compiler\": \"own\"",
        "unknown key \"source\" in program"},
   };
+
   for (const auto& one : cases) {
     SCOPED_TRACE(one.name);
     PackageFolder folder;
     folder.Change(one.from, one.to);
-    EXPECT_THAT(ParsePackageManifest(
-                    ReadTestFile(folder.File("package.json")), "p.json"),
-                StatusIs(kInvalid, AllOf(StartsWith("p.json:"),
-                                         HasSubstr(one.message))));
+    EXPECT_THAT(ParsePackageManifest(ReadTestFile(folder.File("package.json")),
+                                     "p.json"),
+                StatusIs(kInvalid,
+                         AllOf(StartsWith("p.json:"), HasSubstr(one.message))));
   }
 }
 
@@ -294,10 +296,10 @@ TEST(PackageManifestTest, RefusesMoreThan4096Points) {
   for (int i = 1; i < 64; ++i) absl::StrAppend(&values, ",", i);
   PackageFolder folder;
   folder.Change("\"values\": [4, 8]", "\"values\": [4, 8, 16]");
-  folder.Change("{\"name\": \"unroll\", \"values\": [1]}",
-                absl::StrCat("{\"name\": \"u\", \"values\": [", values,
-                             "]}, {\"name\": \"v\", \"values\": [", values,
-                             "]}"));
+  folder.Change(
+      "{\"name\": \"unroll\", \"values\": [1]}",
+      absl::StrCat("{\"name\": \"u\", \"values\": [", values,
+                   "]}, {\"name\": \"v\", \"values\": [", values, "]}"));
   EXPECT_THAT(Parse(ReadTestFile(folder.File("package.json"))),
               StatusIs(kInvalid, HasSubstr("more than 4096 points")));
 }
@@ -330,10 +332,10 @@ TEST(PackageManifestTest, RefusesAPointWithoutABinaryOrWithTwo) {
         R"("programs": [{"source": "kernel.cc", "entries": ["acme_f"]}])",
         kOwn);
     folder.Change(from, to);
-    EXPECT_THAT(Parse(ReadTestFile(folder.File("package.json"))),
-                StatusIs(kInvalid,
-                         AllOf(HasSubstr(found), HasSubstr("cpu-x86-64-v3"),
-                               HasSubstr("every point"))));
+    EXPECT_THAT(
+        Parse(ReadTestFile(folder.File("package.json"))),
+        StatusIs(kInvalid, AllOf(HasSubstr(found), HasSubstr("cpu-x86-64-v3"),
+                                 HasSubstr("every point"))));
   }
 }
 
@@ -546,15 +548,14 @@ TEST_F(PackageTemplateTest, MakesTheLaunchPlanOfTheManifest) {
   EXPECT_EQ(step.grid[0].Evaluate(7), 5u);
   EXPECT_EQ(step.grid[1], LaunchDim::Constant(2));
   EXPECT_EQ(step.grid[2], LaunchDim::Constant(1));
-  EXPECT_THAT(step.args, ElementsAre(Arg::Param(10), Arg::Arena(0),
-                                     Arg::U32(8), Arg::Tokens(), Arg::U64(8)));
+  EXPECT_THAT(step.args, ElementsAre(Arg::Param(10), Arg::Arena(0), Arg::U32(8),
+                                     Arg::Tokens(), Arg::U64(8)));
 }
 
 TEST_F(PackageTemplateTest, MakesUnitsOfItsSourcesAndKilnsHeaders) {
   const auto from = Template();
-  const std::vector<SourceUnit> units =
-      from->MakeUnits(problem_.geometry, problem_.device.target,
-                      {{"tile", 4}, {"unroll", 1}});
+  const std::vector<SourceUnit> units = from->MakeUnits(
+      problem_.geometry, problem_.device.target, {{"tile", 4}, {"unroll", 1}});
   ASSERT_EQ(units.size(), 1u);
   EXPECT_EQ(units[0].name, "acme.small/kernel.cc");
   EXPECT_THAT(units[0].text, AllOf(HasSubstr("#define KILN_HIDDEN 256\n"),
@@ -573,10 +574,10 @@ TEST_F(PackageTemplateTest, DoesNotServeWhatItsManifestLeavesOut) {
   const auto refuses = [&](auto change, const char* what) {
     Problem problem = problem_;
     change(&problem);
-    EXPECT_THAT(from->Supports(problem.geometry, problem.device.target),
-                StatusIs(absl::StatusCode::kUnimplemented,
-                         AllOf(HasSubstr("package acme.small"),
-                               HasSubstr(what))));
+    EXPECT_THAT(
+        from->Supports(problem.geometry, problem.device.target),
+        StatusIs(absl::StatusCode::kUnimplemented,
+                 AllOf(HasSubstr("package acme.small"), HasSubstr(what))));
   };
   refuses([](Problem* p) { p->geometry.hidden = 1024; },
           "hidden 1024, only 128..512");
