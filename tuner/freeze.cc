@@ -28,11 +28,10 @@ std::string WhyUnqualified(const Plan& plan,
                            const AttachedTemplates& attached) {
   for (const auto& one : attached) {
     if (one->name() != plan.body.template_name) continue;
-    return "no package has: its candidates were compared with the oracle "
-           "before "
-           "they were timed, but no suite ran on such a device and no receipt "
-           "says so; pass --allow-unqualified to ship it all the same, and the "
-           "bundle will say that it is unqualified";
+    return "no package has: it was compared with the oracle before it was "
+           "timed, but no suite ran on such a device; pass "
+           "--allow-unqualified to ship it all the same, and the bundle says "
+           "that it is unqualified";
   }
   return "as it stands it has not passed the suite on such a device; run "
          "tools/qualify.py on one, or pass --allow-unqualified";

@@ -10,6 +10,7 @@
 #include "absl/strings/str_join.h"
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
+#include "compiler/spec/json_reader.h"
 #include "templates/axes.h"
 #include "templates/fused_moe/op.h"
 #include "templates/registry.h"
@@ -235,7 +236,8 @@ class Template : public KernelTemplate {
     }
     RETURN_IF_ERROR(AddArena(values, &body));
     for (const PackageStep& step : manifest_.steps) {
-      absl::StatusOr<Step> made = MakeStep(step, values);
+      absl::StatusOr<Step> made =
+          MakeStep(step, problem.interval.m_max, values);
       if (!made.ok()) {
         return Annotate(made.status(), absl::StrCat("package ", manifest_.name,
                                                     ", step ", step.label));
@@ -268,7 +270,7 @@ class Template : public KernelTemplate {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<Step> MakeStep(const PackageStep& from,
+  absl::StatusOr<Step> MakeStep(const PackageStep& from, uint32_t m_max,
                                 const ExpressionValues& values) const {
     Step step;
     step.label = from.label;
@@ -277,6 +279,11 @@ class Template : public KernelTemplate {
     int64_t threads = 1;
     for (size_t d = 0; d < step.grid.size(); ++d) {
       ASSIGN_OR_RETURN(step.grid[d], from.grid[d].Dim(values));
+      // A size that was divided by too much, not a step with nothing to do.
+      if (step.grid[d].Evaluate(m_max) == 0) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "grid ", JsonQuote(from.grid[d].text()), " is 0 at m ", m_max));
+      }
       if (manifest_.backend == Backend::kCpu) continue;
       ASSIGN_OR_RETURN(const int64_t n,
                        from.block[d].Within(values, 1, kThreadsMax));

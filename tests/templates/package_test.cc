@@ -552,6 +552,14 @@ TEST_F(PackageTemplateTest, MakesTheLaunchPlanOfTheManifest) {
                                      Arg::Tokens(), Arg::U64(8)));
 }
 
+TEST_F(PackageTemplateTest, RejectsAPointWhoseGridIsEmpty) {
+  folder_.Change("\"hidden / 128\"", "\"hidden / 512\"");
+  EXPECT_THAT(Template()->MakeBody(problem_, {{"tile", 4}, {"unroll", 1}}),
+              StatusIs(kInvalid, AllOf(HasSubstr("package acme.small"),
+                                       HasSubstr("step all"),
+                                       HasSubstr("\"hidden / 512\" is 0"))));
+}
+
 TEST_F(PackageTemplateTest, MakesUnitsOfItsSourcesAndKilnsHeaders) {
   const auto from = Template();
   const std::vector<SourceUnit> units = from->MakeUnits(

@@ -129,5 +129,31 @@ TEST(ProgramTest, FindKernelReturnsTheEntryOrNull) {
   EXPECT_EQ(program.FindKernel("fc"), nullptr);
 }
 
+TEST(ProgramKeyTest, OfAPackageNamesThePackage) {
+  const Inputs own = Sample();
+  Inputs packaged = Sample();
+  packaged.unit.package = Sha256("package");
+  EXPECT_THAT(DifferingPaths(own.Key().preimage, packaged.Key().preimage),
+              ElementsAre("package"));
+  EXPECT_EQ(ToolchainOf(packaged.unit, own.toolchain), own.toolchain);
+}
+
+TEST(ProgramKeyTest, OfABroughtBinaryDependsOnItAndOnNoCompiler) {
+  Inputs one = Sample();
+  one.unit.package = Sha256("package");
+  one.unit.text.clear();
+  one.unit.binary = "ELF";
+  Inputs other = one;
+  other.toolchain.version = "14.0";
+  EXPECT_EQ(one.Key(), other.Key());
+  other.unit.binary = "ELG";
+  EXPECT_THAT(DifferingPaths(one.Key().preimage, other.Key().preimage),
+              ElementsAre("binary"));
+  const Toolchain made_by = ToolchainOf(one.unit, one.toolchain);
+  EXPECT_EQ(made_by.name, "package");
+  EXPECT_EQ(made_by.version, Sha256("package").Short());
+  EXPECT_EQ(made_by.content, Sha256("package"));
+}
+
 }  // namespace
 }  // namespace kiln
