@@ -43,7 +43,7 @@ def kiln(*words, cache=None):
     if cache is not None:
         command += ["--cache", str(SCRATCH / cache)]
     return subprocess.run(command + [str(word) for word in words], text=True,
-                          capture_output=True, timeout=300, check=False,
+                          capture_output=True, timeout=900, check=False,
                           env={"PATH": os.environ.get("PATH", ""),
                                "HOME": str(SCRATCH)})
 
