@@ -47,7 +47,7 @@ class Runner {
     ASSIGN_OR_RETURN(const uint64_t arena_bytes, plan_->ArenaBytes());
     RETURN_IF_ERROR(bench_->Reserve(m, arena_bytes));
     ASSIGN_OR_RETURN(const size_t inputs,
-                     bench_->AddInputs(Routing::kUniform, 0, m));
+                     bench_->AddInputs(DrawKind::kUniform, 0, m));
     const std::vector<uint64_t> params = bench_->Params(inputs);
     const auto launch = [&]() {
       return plan_->Launch(m, params, bench_->arena().data(),
@@ -56,17 +56,17 @@ class Runner {
     RETURN_IF_ERROR(Poison());
     RETURN_IF_ERROR(launch());
     RETURN_IF_ERROR(bench_->device()->Synchronize());
-    if (command_.check) RETURN_IF_ERROR(Check(m, Routing::kUniform, 0));
+    if (command_.check) RETURN_IF_ERROR(Check(m, DrawKind::kUniform, 0));
 
     ASSIGN_OR_RETURN(const std::unique_ptr<Replay> replay,
                      bench_->device()->Record(launch));
     if (command_.check) {
       // The recorded launches keep their addresses; contents and routes change.
-      RETURN_IF_ERROR(bench_->RewriteInputs(inputs, Routing::kRagged, 1, m));
+      RETURN_IF_ERROR(bench_->RewriteInputs(inputs, DrawKind::kRagged, 1, m));
       RETURN_IF_ERROR(Poison());
       RETURN_IF_ERROR(replay->Run().status());
-      RETURN_IF_ERROR(Check(m, Routing::kRagged, 1));
-      RETURN_IF_ERROR(bench_->RewriteInputs(inputs, Routing::kUniform, 0, m));
+      RETURN_IF_ERROR(Check(m, DrawKind::kRagged, 1));
+      RETURN_IF_ERROR(bench_->RewriteInputs(inputs, DrawKind::kUniform, 0, m));
       RETURN_IF_ERROR(bench_->CheckInputs());
       result_.replayed = true;
     }
@@ -86,12 +86,12 @@ class Runner {
     return bench_->arena().Poison();
   }
 
-  absl::Status Check(uint32_t m, Routing routing, uint32_t draw) {
+  absl::Status Check(uint32_t m, DrawKind kind, uint32_t draw) {
     VerifyCase test;
     test.m = m;
-    test.routing = routing;
+    test.kind = kind;
     test.draw = draw;
-    test.rows = OracleRows(routing, m, kRowsMax);
+    test.rows = OracleRows(kind, m, kRowsMax);
     return CheckOutput(bench_, test, promise_, threads_, &result_.verdict)
         .status();
   }

@@ -13,7 +13,7 @@
 #include "compiler/base/digest.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/spec/json_reader.h"
-#include "templates/fused_moe/op.h"
+#include "templates/op_contract.h"
 
 namespace kiln {
 namespace {
@@ -173,28 +173,23 @@ double DecodeRate(const std::map<TrellisRate, double>& rates, Codebook codebook,
 
 Work WorkOf(const RequestGeometry& geometry, uint32_t m, double experts,
             const Ceilings& ceilings, bool summed_by_mma) {
-  const Weights& weights = geometry.weights;
-  const auto hidden = static_cast<double>(geometry.hidden);
-  const auto intermediate = static_cast<double>(geometry.intermediate);
-  const double matrix = hidden * intermediate;
+  const OpWork op = ContractOf(geometry).Work(geometry);
   const auto tokens = static_cast<double>(m);
   const auto& rates = summed_by_mma && !ceilings.hash_weights_per_s.empty()
                           ? ceilings.hash_weights_per_s
                           : ceilings.decode_weights_per_s;
   Work work;
   work.experts = experts;
-  for (const int bits :
-       {weights.bits.gate, weights.bits.up, weights.bits.down}) {
-    work.bytes += experts * matrix * bits / 8;
-    work.weights += experts * matrix;
-    const double rate = DecodeRate(rates, weights.codebook, bits);
-    if (rate > 0) work.decode_seconds += experts * matrix / rate;
+  for (const OpMatrix& matrix : op.matrices) {
+    work.bytes += experts * matrix.weights * matrix.bits / 8;
+    work.weights += experts * matrix.weights;
+    const double rate =
+        DecodeRate(rates, geometry.weights.codebook, matrix.bits);
+    if (rate > 0) work.decode_seconds += experts * matrix.weights / rate;
+    work.flops += 2 * matrix.weights * tokens * op.routes;
   }
-  // Scales: suh of gate and up, the three rotations, svh of down; f16.
-  work.bytes += experts * (3 * hidden + 3 * intermediate) * 2;
-  // x in 16 bits, the result in 32.
-  work.bytes += tokens * hidden * (2 + 4);
-  work.flops = 2 * 3 * matrix * tokens * static_cast<double>(geometry.top_k);
+  work.bytes += experts * op.scale_bytes;
+  work.bytes += tokens * op.token_bytes;
   return work;
 }
 

@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "templates/fused_moe/op.h"
+#include "templates/op_contract.h"
 
 namespace kiln {
 namespace {
@@ -32,6 +31,15 @@ double Blocks(const Step& step, uint32_t m) {
   return blocks;
 }
 
+// How many of the op's matrices a step multiplies with.
+double MatricesOf(const Step& step, const OpWork& op) {
+  return static_cast<double>(std::count_if(
+      op.matrices.begin(), op.matrices.end(), [&](const OpMatrix& matrix) {
+        return std::find(step.args.begin(), step.args.end(),
+                         Arg::Param(matrix.slot)) != step.args.end();
+      }));
+}
+
 // Rounds of the device that the blocks take, relative to full ones.
 double Waves(double blocks, double slots) {
   if (!(blocks >= 1)) return 1;
@@ -45,7 +53,7 @@ double Prediction::Time() const {
 }
 
 double ExpectedExperts(const RequestGeometry& geometry, uint32_t m) {
-  return FusedMoeTilesExpected(geometry, kWholeExpert, m);
+  return ContractOf(geometry).TilesExpected(geometry, kWholeExpert, m);
 }
 
 Prediction Predict(const Problem& problem, const PlanBody& body,
@@ -55,13 +63,17 @@ Prediction Predict(const Problem& problem, const PlanBody& body,
   const uint32_t m = problem.interval.m_max;
   const uint32_t rows = RowsOf(body, backend);
   const double experts = ExpectedExperts(geometry, m);
-  const double tiles = FusedMoeTilesExpected(geometry, rows, m);
+  const OpContract& contract = ContractOf(geometry);
+  const OpWork op = contract.Work(geometry);
+  const double tiles = contract.TilesExpected(geometry, rows, m);
   Work work = WorkOf(geometry, m, experts, ceilings,
                      IsSummedByMma(body.numerics_class));
   // What a tile does, it does for itself.
   if (experts > 0) work.decode_seconds *= tiles / experts;
-  work.flops = 2 * 3 * static_cast<double>(geometry.hidden) *
-               static_cast<double>(geometry.intermediate) * tiles * rows;
+  work.flops = 0;
+  for (const OpMatrix& matrix : op.matrices) {
+    work.flops += 2 * matrix.weights * tiles * rows;
+  }
   Prediction prediction;
   prediction.floor = FloorOf(work, ceilings);
   double slots = std::max(1, problem.device.multiprocessors);
@@ -73,14 +85,13 @@ Prediction Predict(const Problem& problem, const PlanBody& body,
   // Launches are sized for the most tiles that m tokens can make; those that
   // stay empty end at once.
   const auto possible =
-      static_cast<double>(FusedMoeTilesMax(geometry, rows, m));
+      static_cast<double>(contract.TilesMax(geometry, rows, m));
   const double filled = std::min(1.0, tiles / std::max(1.0, possible));
   double weighted = 0;
   double weight = 0;
   for (const Step& step : body.steps) {
-    if (!absl::StartsWith(step.label, "fc")) continue;
-    // Gate and up are two of three matrices.
-    const double share = absl::StartsWith(step.label, "fc1") ? 2 : 1;
+    const double share = MatricesOf(step, op);
+    if (share == 0) continue;
     weighted += share * Waves(Blocks(step, m) * filled, slots);
     weight += share;
   }

@@ -13,7 +13,7 @@
 #include "compiler/base/status_macros.h"
 #include "compiler/bundle_writer.h"
 #include "runtime/kiln.h"
-#include "templates/fused_moe/workload.h"
+#include "templates/op_contract.h"
 #include "templates/registry.h"
 #include "tuner/bundle_check.h"
 #include "tuner/device.h"
@@ -48,18 +48,6 @@ TemplateIdentity IdentityOf(const Plan& plan) {
     identity.sources = from->sources();
   }
   return identity;
-}
-
-// What golden replay puts behind the parameters of a request; empty for an op
-// that nobody described.
-std::vector<BufferFill> BuffersOf(const RequestGeometry& geometry) {
-  switch (geometry.op) {
-    case Op::kFusedMoe:
-      return FusedMoeBuffers(geometry);
-    case Op::kLinear:
-      break;
-  }
-  return {};
 }
 
 // A bundle's section for one target, loaded on its device for as long as this
@@ -281,7 +269,7 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
       BundleEntry& entry = entries[resolved.context][name];
       entry.name = name;
       entry.geometry = resolved.geometry;
-      entry.buffers = BuffersOf(resolved.geometry);
+      entry.buffers = ContractOf(resolved.geometry).Buffers(resolved.geometry);
       entry.plans.push_back(plan);
     }
   }

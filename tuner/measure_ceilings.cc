@@ -143,7 +143,7 @@ absl::StatusOr<double> SecondsOf(
                    OpBench::Create(device, test.geometry, /*seed=*/1));
   RETURN_IF_ERROR(bench->Reserve(test.rows, body.arena.bytes));
   ASSIGN_OR_RETURN(const size_t inputs,
-                   bench->AddInputs(Routing::kUniform, 0, test.rows));
+                   bench->AddInputs(DrawKind::kUniform, 0, test.rows));
   const std::vector<uint64_t> params = bench->Params(inputs);
   return BestSeconds(device, [&] {
     return plan.Launch(test.rows, params, bench->arena().data(),

@@ -13,8 +13,8 @@ namespace {
 constexpr uint64_t kZoneBytes = 4096;
 constexpr uint8_t kZone = 0xA5;
 constexpr uint8_t kInputZone = 0xFF;
-// Around topk_ids: routes to expert 0. 0xFF would read as "no route".
-constexpr uint8_t kIdZone = 0;
+// Around indices: routes to expert 0. 0xFF would read as "no route".
+constexpr uint8_t kIndexZone = 0;
 constexpr uint64_t kCheckChunkBytes = 16u << 20;
 
 uint64_t AlignUp(uint64_t value) {
@@ -22,7 +22,7 @@ uint64_t AlignUp(uint64_t value) {
 }
 
 absl::StatusOr<GuardedBuffer> Upload(Device* device, absl::string_view bytes,
-                                     uint8_t zone = kInputZone) {
+                                     uint8_t zone) {
   ASSIGN_OR_RETURN(GuardedBuffer buffer,
                    GuardedBuffer::AllocateInput(device, bytes.size(), zone));
   RETURN_IF_ERROR(buffer.CopyIn(bytes));
@@ -122,22 +122,28 @@ absl::StatusOr<std::string> GuardedBuffer::FindDamage() const {
 absl::StatusOr<std::unique_ptr<OpBench>> OpBench::Create(
     Device* device, const RequestGeometry& geometry, uint64_t seed) {
   std::unique_ptr<OpBench> bench(new OpBench(device, geometry, seed));
-  for (uint32_t slot = 0; slot < kFusedMoeParamCount; ++slot) {
-    const absl::string_view bytes =
-        bench->workload_.Constant(static_cast<FusedMoeParam>(slot));
-    GuardedBuffer buffer;
-    if (!bytes.empty()) {
-      ASSIGN_OR_RETURN(buffer, Upload(device, bytes));
-    }
-    bench->constants_.push_back(std::move(buffer));
-  }
+  ASSIGN_OR_RETURN(bench->constants_, bench->UploadWeights());
   return bench;
 }
 
+uint8_t OpBench::ZoneOf(size_t slot) const {
+  return fills_[slot].kind == BufferFill::Kind::kIndices ? kIndexZone
+                                                         : kInputZone;
+}
+
+absl::StatusOr<std::vector<GuardedBuffer>> OpBench::UploadWeights() const {
+  std::vector<GuardedBuffer> buffers(params_.size());
+  for (size_t slot = 0; slot < buffers.size(); ++slot) {
+    const absl::string_view bytes = workload_->Constant(slot);
+    if (bytes.empty()) continue;
+    ASSIGN_OR_RETURN(buffers[slot], Upload(device_, bytes, ZoneOf(slot)));
+  }
+  return buffers;
+}
+
 absl::Status OpBench::Reserve(uint32_t tokens, uint64_t arena_bytes) {
-  const uint64_t output_bytes = uint64_t{tokens} *
-                                static_cast<uint64_t>(geometry().hidden) *
-                                sizeof(float);
+  const uint64_t output_bytes =
+      uint64_t{tokens} * workload_->row_width() * sizeof(float);
   if (output_.bytes() != output_bytes) {
     ASSIGN_OR_RETURN(output_, GuardedBuffer::Allocate(device_, output_bytes));
   }
@@ -149,87 +155,101 @@ absl::Status OpBench::Reserve(uint32_t tokens, uint64_t arena_bytes) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<size_t> OpBench::AddInputs(Routing routing, uint32_t draw,
+absl::StatusOr<size_t> OpBench::AddInputs(DrawKind kind, uint32_t draw,
                                           uint32_t tokens) {
   for (size_t i = 0; i < inputs_.size(); ++i) {
     const Inputs& set = inputs_[i];
-    if (set.routing == routing && set.draw == draw && set.tokens == tokens) {
+    if (set.kind == kind && set.draw == draw && set.tokens == tokens) {
       return i;
     }
   }
   Inputs inputs;
-  inputs.routing = routing;
+  inputs.kind = kind;
   inputs.draw = draw;
   inputs.tokens = tokens;
-  inputs.host = workload_.MakeTokens(routing, draw, tokens);
-  ASSIGN_OR_RETURN(inputs.x, Upload(device_, inputs.host.x));
-  ASSIGN_OR_RETURN(inputs.topk_ids,
-                   Upload(device_, inputs.host.topk_ids, kIdZone));
-  ASSIGN_OR_RETURN(inputs.topk_weights,
-                   Upload(device_, inputs.host.topk_weights));
+  inputs.host = workload_->TokenInputs(kind, draw, tokens);
+  inputs.buffers.resize(inputs.host.size());
+  for (size_t slot = 0; slot < inputs.host.size(); ++slot) {
+    if (inputs.host[slot].empty()) continue;
+    ASSIGN_OR_RETURN(inputs.buffers[slot],
+                     Upload(device_, inputs.host[slot], ZoneOf(slot)));
+  }
   inputs_.push_back(std::move(inputs));
   return inputs_.size() - 1;
 }
 
 void OpBench::ClearInputs() { inputs_.clear(); }
 
-absl::Status OpBench::RewriteInputs(size_t inputs, Routing routing,
-                                    uint32_t draw, uint32_t tokens) {
+absl::Status OpBench::CopyWeights(size_t inputs) {
+  ASSIGN_OR_RETURN(inputs_.at(inputs).weights, UploadWeights());
+  return absl::OkStatus();
+}
+
+absl::Status OpBench::RewriteInputs(size_t inputs, DrawKind kind, uint32_t draw,
+                                    uint32_t tokens) {
   Inputs& set = inputs_.at(inputs);
-  set.routing = routing;
+  set.kind = kind;
   set.draw = draw;
   set.tokens = tokens;
-  set.host = workload_.MakeTokens(routing, draw, tokens);
-  for (const auto& [buffer, bytes] :
-       {std::pair{&set.x, &set.host.x},
-        {&set.topk_ids, &set.host.topk_ids},
-        {&set.topk_weights, &set.host.topk_weights}}) {
-    KILN_CHECK(buffer->bytes() == bytes->size());
-    RETURN_IF_ERROR(buffer->CopyIn(*bytes));
+  set.host = workload_->TokenInputs(kind, draw, tokens);
+  for (size_t slot = 0; slot < set.host.size(); ++slot) {
+    if (set.host[slot].empty()) continue;
+    KILN_CHECK(set.buffers[slot].bytes() == set.host[slot].size());
+    RETURN_IF_ERROR(set.buffers[slot].CopyIn(set.host[slot]));
   }
   return absl::OkStatus();
 }
 
 std::vector<uint64_t> OpBench::Params(size_t inputs) const {
-  std::vector<uint64_t> params(kFusedMoeParamCount);
-  const auto set = [&params](FusedMoeParam param, const void* address) {
-    params[static_cast<size_t>(param)] = reinterpret_cast<uint64_t>(address);
-  };
-  for (uint32_t slot = 0; slot < kFusedMoeParamCount; ++slot) {
-    set(static_cast<FusedMoeParam>(slot), constants_[slot].data());
-  }
   const Inputs& tokens = inputs_.at(inputs);
-  set(FusedMoeParam::kX, tokens.x.data());
-  set(FusedMoeParam::kTopkIds, tokens.topk_ids.data());
-  set(FusedMoeParam::kTopkWeights, tokens.topk_weights.data());
-  set(FusedMoeParam::kOut, output_.data());
+  const std::vector<GuardedBuffer>& weights =
+      tokens.weights.empty() ? constants_ : tokens.weights;
+  std::vector<uint64_t> params;
+  for (size_t slot = 0; slot < params_.size(); ++slot) {
+    const GuardedBuffer& buffer = params_[slot].output ? output_
+                                  : tokens.host[slot].empty()
+                                      ? weights[slot]
+                                      : tokens.buffers[slot];
+    params.push_back(reinterpret_cast<uint64_t>(buffer.data()));
+  }
   return params;
 }
 
 absl::StatusOr<std::vector<float>> OpBench::ReadOutput(uint32_t tokens) const {
-  std::vector<float> rows(size_t{tokens} *
-                          static_cast<size_t>(geometry().hidden));
+  std::vector<float> rows(size_t{tokens} * workload_->row_width());
   RETURN_IF_ERROR(device_->CopyOut(rows.data(), output_.data(),
                                    rows.size() * sizeof(float)));
   return rows;
 }
 
 std::vector<OpBench::Slot> OpBench::TokenSlots(const Inputs& inputs) const {
-  return {{"x", &inputs.x, inputs.host.x},
-          {"topk_ids", &inputs.topk_ids, inputs.host.topk_ids},
-          {"topk_weights", &inputs.topk_weights, inputs.host.topk_weights}};
+  std::vector<Slot> slots;
+  for (size_t slot = 0; slot < params_.size(); ++slot) {
+    if (inputs.host[slot].empty()) continue;
+    slots.push_back(
+        {params_[slot].name, &inputs.buffers[slot], inputs.host[slot]});
+  }
+  return slots;
+}
+
+std::vector<OpBench::Slot> OpBench::ConstantSlots(
+    const std::vector<GuardedBuffer>& buffers) const {
+  std::vector<Slot> slots;
+  for (size_t slot = 0; slot < buffers.size(); ++slot) {
+    if (buffers[slot].bytes() == 0) continue;
+    slots.push_back(
+        {params_[slot].name, &buffers[slot], workload_->Constant(slot)});
+  }
+  return slots;
 }
 
 std::vector<OpBench::Slot> OpBench::AllSlots() const {
-  std::vector<Slot> slots;
-  const std::vector<ParamDecl> params = FusedMoeParams(geometry());
-  for (uint32_t slot = 0; slot < kFusedMoeParamCount; ++slot) {
-    if (constants_[slot].bytes() == 0) continue;
-    slots.push_back({params[slot].name, &constants_[slot],
-                     workload_.Constant(static_cast<FusedMoeParam>(slot))});
-  }
+  std::vector<Slot> slots = ConstantSlots(constants_);
   for (const Inputs& inputs : inputs_) {
     for (Slot& slot : TokenSlots(inputs)) slots.push_back(std::move(slot));
+    for (Slot& slot : ConstantSlots(inputs.weights)) {
+      slots.push_back(std::move(slot));
+    }
   }
   return slots;
 }

@@ -12,7 +12,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "compiler/spec/request.h"
-#include "templates/fused_moe/workload.h"
+#include "templates/op_contract.h"
+#include "templates/op_workload.h"
 #include "tuner/device.h"
 
 namespace kiln {
@@ -63,9 +64,11 @@ class OpBench {
 
   Device* device() const { return device_; }
 
-  FusedMoeWorkload& workload() { return workload_; }
+  OpWorkload& workload() { return *workload_; }
 
-  const RequestGeometry& geometry() const { return workload_.geometry(); }
+  const RequestGeometry& geometry() const { return workload_->geometry(); }
+
+  const OpContract& contract() const { return ContractOf(geometry()); }
 
   // Makes sure that output and arena hold this much.
   absl::Status Reserve(uint32_t tokens, uint64_t arena_bytes);
@@ -73,13 +76,17 @@ class OpBench {
   // Uploads tokens 0..tokens-1 of a draw and returns the number of the input
   // set; a set with the same tokens that is already there is returned instead.
   // Sets live until ClearInputs.
-  absl::StatusOr<size_t> AddInputs(Routing routing, uint32_t draw,
+  absl::StatusOr<size_t> AddInputs(DrawKind kind, uint32_t draw,
                                    uint32_t tokens);
   void ClearInputs();
 
+  // Gives an input set weights of its own, the same as the others', so that
+  // launches that alternate between sets do not find each other's in a cache.
+  absl::Status CopyWeights(size_t inputs);
+
   // Overwrites an input set in place with another draw of the same size: its
   // addresses, and so a captured graph, stay valid.
-  absl::Status RewriteInputs(size_t inputs, Routing routing, uint32_t draw,
+  absl::Status RewriteInputs(size_t inputs, DrawKind kind, uint32_t draw,
                              uint32_t tokens);
 
   // Parameter block of an input set.
@@ -105,13 +112,13 @@ class OpBench {
 
  private:
   struct Inputs {
-    Routing routing = Routing::kUniform;
+    DrawKind kind = DrawKind::kUniform;
     uint32_t draw = 0;
     uint32_t tokens = 0;
-    FusedMoeWorkload::Tokens host;
-    GuardedBuffer x;
-    GuardedBuffer topk_ids;
-    GuardedBuffer topk_weights;
+    // By slot; empty where a slot does not depend on the tokens.
+    std::vector<std::string> host;
+    std::vector<GuardedBuffer> buffers;
+    std::vector<GuardedBuffer> weights;  // its own, or none
   };
 
   // An input buffer and what it must hold.
@@ -121,16 +128,29 @@ class OpBench {
     absl::string_view host;
   };
 
+  // Of one buffer per slot; those that are empty are left out.
+  std::vector<Slot> ConstantSlots(
+      const std::vector<GuardedBuffer>& buffers) const;
   std::vector<Slot> TokenSlots(const Inputs& inputs) const;
   std::vector<Slot> AllSlots() const;
   absl::StatusOr<std::string> FindDamage(const Slot& slot) const;
   absl::StatusOr<std::string> Restore(const std::vector<Slot>& slots);
 
+  // What the zones around an input slot hold.
+  uint8_t ZoneOf(size_t slot) const;
+  // Uploads Constant of every slot that has one.
+  absl::StatusOr<std::vector<GuardedBuffer>> UploadWeights() const;
+
   OpBench(Device* device, const RequestGeometry& geometry, uint64_t seed)
-      : device_(device), workload_(geometry, seed) {}
+      : device_(device),
+        workload_(ContractOf(geometry).MakeWorkload(geometry, seed)),
+        params_(contract().Params(geometry)),
+        fills_(contract().Buffers(geometry)) {}
 
   Device* device_;
-  FusedMoeWorkload workload_;
+  std::unique_ptr<OpWorkload> workload_;
+  std::vector<ParamDecl> params_;         // by slot
+  std::vector<BufferFill> fills_;         // by slot
   std::vector<GuardedBuffer> constants_;  // by slot; empty where per-token
   std::vector<Inputs> inputs_;
   GuardedBuffer output_;

@@ -21,18 +21,14 @@ absl::StatusOr<BenchTiming> TimePlan(OpBench* bench, const LoadedPlan& plan,
   bench->ClearInputs();
   RETURN_IF_ERROR(bench->Reserve(m, arena_bytes));
   BenchTiming timing;
-  timing.draws = options.warm_l2 ? 1 : ColdDraws(bench, m);
-  std::vector<size_t> sets;
+  ASSIGN_OR_RETURN(const std::vector<std::vector<uint64_t>> params,
+                   AddColdDraws(bench, kFirstDraw, m, options.warm_l2));
+  timing.draws = static_cast<uint32_t>(params.size());
   for (uint32_t draw = 0; draw < timing.draws; ++draw) {
-    ASSIGN_OR_RETURN(const size_t set,
-                     bench->AddInputs(Routing::kUniform, kFirstDraw + draw, m));
-    sets.push_back(set);
     timing.experts += static_cast<double>(bench->workload().ActiveExperts(
-                          Routing::kUniform, kFirstDraw + draw, m)) /
+                          DrawKind::kUniform, kFirstDraw + draw, m)) /
                       timing.draws;
   }
-  std::vector<std::vector<uint64_t>> params;
-  for (const size_t set : sets) params.push_back(bench->Params(set));
   ASSIGN_OR_RETURN(
       const std::unique_ptr<Replay> replay,
       bench->device()->Record([&]() -> absl::Status {

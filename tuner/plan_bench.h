@@ -31,7 +31,7 @@ struct BenchTiming {
 using BenchRival =
     std::function<absl::StatusOr<double>(uint32_t m, uint32_t draws)>;
 
-// Times `plan`, which was found for m, on uniform routing. Replaces the bench's
+// Times `plan`, which was found for m, on uniform draws. Replaces the bench's
 // inputs.
 absl::StatusOr<BenchTiming> TimePlan(OpBench* bench, const LoadedPlan& plan,
                                      uint32_t m, const BenchOptions& options,

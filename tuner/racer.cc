@@ -64,6 +64,23 @@ bool HasDrifted(const std::optional<ClockState>& before,
   return high - low > kSteady * high;
 }
 
+// Draws that launches of m tokens rotate over, so that the weights they use
+// exceed the last-level cache several times: 2 to 16.
+uint32_t ColdDraws(OpBench* bench, const OpWork& work, uint32_t m) {
+  double expert = 0;
+  for (const OpMatrix& matrix : work.matrices) {
+    expert += matrix.weights * matrix.bits / 8;
+  }
+  const double touched =
+      expert * static_cast<double>(
+                   bench->workload().ActiveExperts(DrawKind::kUniform, 0, m));
+  const double wanted =
+      kColdFactor * static_cast<double>(bench->device()->profile().l2_bytes) /
+      touched;
+  return static_cast<uint32_t>(
+      std::clamp(std::ceil(wanted), 2.0, static_cast<double>(kDrawsMax)));
+}
+
 // Same code, same launches: timing it again would only measure noise.
 std::string CodeIdentity(const Contender& contender) {
   CanonicalEncoder encoder("kiln.code/1");
@@ -186,20 +203,6 @@ class RaceRunner {
     return absl::OkStatus();
   }
 
-  absl::Status MakeParams() {
-    draws_ = options_.warm_l2 ? 1 : ColdDraws(bench_, interval_.m_max);
-    std::vector<size_t> sets;
-    for (uint32_t draw = 0; draw < draws_; ++draw) {
-      // Draws of the race are not those of the verifier.
-      ASSIGN_OR_RETURN(
-          const size_t set,
-          bench_->AddInputs(Routing::kUniform, 100 + draw, interval_.m_max));
-      sets.push_back(set);
-    }
-    for (const size_t set : sets) params_.push_back(bench_->Params(set));
-    return absl::OkStatus();
-  }
-
   // The lane's recorded launches; the first use warms up: clocks rise, pages
   // and instruction caches fill.
   absl::StatusOr<Replay*> ReplayOf(size_t index) {
@@ -240,7 +243,11 @@ class RaceRunner {
       if (result_.timings[i].outcome == Outcome::kFinished) right.push_back(i);
     }
     if (right.empty()) return absl::OkStatus();
-    RETURN_IF_ERROR(MakeParams());
+    // Draws of the race are not those of the verifier.
+    constexpr uint32_t kFirstDraw = 100;
+    ASSIGN_OR_RETURN(params_, AddColdDraws(bench_, kFirstDraw, interval_.m_max,
+                                           options_.warm_l2));
+    draws_ = static_cast<uint32_t>(params_.size());
     RaceSchedule schedule(contenders_.size(), right, options_.schedule);
     lanes_.push_back({.contender = schedule.reference(), .replay = nullptr});
     Resume(&schedule);
@@ -352,24 +359,22 @@ class RaceRunner {
 
 }  // namespace
 
-uint32_t ColdDraws(OpBench* bench, uint32_t m) {
-  const RequestGeometry& geometry = bench->geometry();
-  const std::vector<uint64_t> bytes = FusedMoeBytes(geometry, 1);
-  const auto slot = [&bytes](FusedMoeParam param) {
-    return static_cast<double>(bytes[static_cast<size_t>(param)]);
-  };
-  const double expert =
-      (slot(FusedMoeParam::kWGate) + slot(FusedMoeParam::kWUp) +
-       slot(FusedMoeParam::kWDown)) /
-      static_cast<double>(geometry.experts);
-  const double touched =
-      expert * static_cast<double>(
-                   bench->workload().ActiveExperts(Routing::kUniform, 0, m));
-  const double wanted =
-      kColdFactor * static_cast<double>(bench->device()->profile().l2_bytes) /
-      touched;
-  return static_cast<uint32_t>(
-      std::clamp(std::ceil(wanted), 2.0, static_cast<double>(kDrawsMax)));
+absl::StatusOr<std::vector<std::vector<uint64_t>>> AddColdDraws(OpBench* bench,
+                                                                uint32_t first,
+                                                                uint32_t m,
+                                                                bool warm_l2) {
+  const OpWork work = bench->contract().Work(bench->geometry());
+  const uint32_t draws = warm_l2 ? 1 : ColdDraws(bench, work, m);
+  std::vector<std::vector<uint64_t>> params;
+  for (uint32_t draw = 0; draw < draws; ++draw) {
+    ASSIGN_OR_RETURN(const size_t set,
+                     bench->AddInputs(DrawKind::kUniform, first + draw, m));
+    if (work.reads_all_weights && draw > 0) {
+      RETURN_IF_ERROR(bench->CopyWeights(set));
+    }
+    params.push_back(bench->Params(set));
+  }
+  return params;
 }
 
 bool IsWantOfResources(const absl::Status& status) {

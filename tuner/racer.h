@@ -97,9 +97,14 @@ absl::StatusOr<RaceResult> Race(OpBench* bench, const Interval& interval,
                                 const std::vector<Contender>& contenders,
                                 const RaceOptions& options);
 
-// Draws that launches of m tokens rotate over, so that the weights they use
-// exceed the last-level cache several times: 2 to 16.
-uint32_t ColdDraws(OpBench* bench, uint32_t m);
+// Adds uniform draws `first`, `first` + 1, .. of m tokens and returns their
+// parameter blocks. Launches that rotate over them find a cold last-level
+// cache: the weights they use exceed it several times. With `warm_l2` there is
+// one draw, and they find a warm one.
+absl::StatusOr<std::vector<std::vector<uint64_t>>> AddColdDraws(OpBench* bench,
+                                                                uint32_t first,
+                                                                uint32_t m,
+                                                                bool warm_l2);
 
 // Whether a failure says that memory, threads or descriptors ran out, and so
 // nothing about the candidate that ran.

@@ -142,7 +142,7 @@ class RowChecker {
         test_(test),
         promise_(promise),
         values_(values),
-        width_(static_cast<size_t>(bench->geometry().hidden)),
+        width_(bench->workload().row_width()),
         result_(result) {}
 
   // Live elements were written, the others were not.
@@ -163,7 +163,7 @@ class RowChecker {
 
   // Extreme draws have rows whose answer is not finite; the oracle says which.
   void CheckFinite() {
-    if (test_.routing == Routing::kExtreme) return;
+    if (test_.kind == DrawKind::kExtreme) return;
     const size_t live = test_.m * width_;
     const size_t at = FindWrong(values_, 0, live, [](float value) {
       return (Bits(value) & 0x7F800000u) == 0x7F800000u;
@@ -174,7 +174,7 @@ class RowChecker {
   // Equal tokens have equal rows, wherever they stand.
   void CheckAlike() {
     for (uint32_t row = 0; row < test_.m; ++row) {
-      const uint32_t first = FirstAlike(test_.routing, row);
+      const uint32_t first = FirstAlike(test_.kind, row);
       if (first == row) continue;
       const size_t at = FirstDifference(Row(row), Row(first), width_);
       if (at == width_) continue;
@@ -186,16 +186,16 @@ class RowChecker {
   }
 
   void CheckOracle(int threads) {
-    const bool uniform = test_.routing == Routing::kUniform;
+    const bool uniform = test_.kind == DrawKind::kUniform;
     const ReferenceMode mode =
         uniform ? ReferenceMode::kFloat64 : promise_.mode;
-    const bool one_term = test_.routing == Routing::kOneTerm;
+    const bool one_term = test_.kind == DrawKind::kOneTerm;
     const double row_max = uniform    ? promise_.tolerance
                            : one_term ? promise_.one_term_error_max
                                       : promise_.row_error_max;
     const bool exact = row_max == 0;
     const std::vector<double> expected = bench_->workload().Expected(
-        test_.routing, test_.draw, test_.rows, threads, mode);
+        test_.kind, test_.draw, test_.rows, threads, mode);
     double& worst = mode == ReferenceMode::kFloat64 ? result_->worst_error
                     : one_term ? result_->worst_one_term_error
                                : result_->worst_staged_error;
@@ -298,7 +298,7 @@ class Verification {
 
   absl::Status RunCase(const VerifyCase& test) {
     ASSIGN_OR_RETURN(const size_t inputs,
-                     bench_->AddInputs(test.routing, test.draw, test.m));
+                     bench_->AddInputs(test.kind, test.draw, test.m));
     const std::vector<uint64_t> params = bench_->Params(inputs);
     ASSIGN_OR_RETURN(const std::vector<float> first, Launch(test, params));
     ASSIGN_OR_RETURN(const std::string damage, bench_->RestoreTokens(inputs));
@@ -328,8 +328,7 @@ class Verification {
 }  // namespace
 
 std::string VerifyCase::ToString() const {
-  return absl::StrCat("m=", m, " ", RoutingName(routing), " routes, draw ",
-                      draw);
+  return absl::StrCat("m=", m, " ", DrawKindName(kind), " draw ", draw);
 }
 
 std::vector<uint32_t> SampleRows(uint32_t m, uint32_t count) {
@@ -347,8 +346,8 @@ std::vector<uint32_t> SampleRows(uint32_t m, uint32_t count) {
   return {rows.begin(), rows.end()};
 }
 
-std::vector<uint32_t> OracleRows(Routing routing, uint32_t m, uint32_t count) {
-  const bool repeats = FirstAlike(routing, kDistinctTokens) == 0;
+std::vector<uint32_t> OracleRows(DrawKind kind, uint32_t m, uint32_t count) {
+  const bool repeats = FirstAlike(kind, kDistinctTokens) == 0;
   return repeats ? SampleRows(std::min(m, kDistinctTokens), kDistinctTokens)
                  : SampleRows(m, count);
 }
@@ -357,23 +356,23 @@ std::vector<VerifyCase> VerifyCases(const Interval& interval) {
   const uint32_t low = interval.m_min;
   const uint32_t high = interval.m_max;
   std::vector<VerifyCase> cases;
-  const auto add = [&cases](Routing routing, uint32_t m, bool repeat) {
+  const auto add = [&cases](DrawKind kind, uint32_t m, bool repeat) {
     VerifyCase test;
-    test.routing = routing;
+    test.kind = kind;
     test.m = m;
     test.repeat = repeat;
-    test.rows = OracleRows(routing, m, kRowsMax);
+    test.rows = OracleRows(kind, m, kRowsMax);
     cases.push_back(test);
   };
   // The lower edge, a ragged size inside, one less than the capacity.
-  if (low < high) add(Routing::kRagged, low, false);
-  if (high - low >= 2) add(Routing::kZipf, low + (high - low) / 2, false);
-  if (high - low >= 3) add(Routing::kHot, high - 1, false);
+  if (low < high) add(DrawKind::kRagged, low, false);
+  if (high - low >= 2) add(DrawKind::kZipf, low + (high - low) / 2, false);
+  if (high - low >= 3) add(DrawKind::kHot, high - 1, false);
   // The capacity itself.
-  add(Routing::kUniform, high, false);
-  add(Routing::kOneTerm, high, false);
-  add(Routing::kRagged, high, true);
-  add(Routing::kExtreme, high, true);
+  add(DrawKind::kUniform, high, false);
+  add(DrawKind::kOneTerm, high, false);
+  add(DrawKind::kRagged, high, true);
+  add(DrawKind::kExtreme, high, true);
   return cases;
 }
 
@@ -408,7 +407,7 @@ absl::StatusOr<std::vector<float>> CheckOutput(OpBench* bench,
                                                const Promise& promise,
                                                int threads,
                                                VerifyResult* result) {
-  const auto width = static_cast<size_t>(bench->geometry().hidden);
+  const size_t width = bench->workload().row_width();
   RETURN_IF_ERROR(CheckZones(bench, test, result));
   const auto capacity =
       static_cast<uint32_t>(bench->output().bytes() / sizeof(float) / width);

@@ -22,19 +22,20 @@
 #include "absl/status/statusor.h"
 #include "compiler/spec/plan.h"
 #include "templates/fused_moe/reference.h"
+#include "templates/op_workload.h"
 #include "tuner/loaded_plan.h"
 #include "tuner/op_bench.h"
 
 namespace kiln {
 
 struct VerifyCase {
-  Routing routing = Routing::kUniform;
+  DrawKind kind = DrawKind::kUniform;
   uint32_t draw = 0;
   uint32_t m = 1;
   bool repeat = false;         // run twice and compare
   std::vector<uint32_t> rows;  // compared with the oracle, ascending
 
-  // "m=17 ragged routes, draw 1".
+  // "m=17 ragged draw 1".
   std::string ToString() const;
 };
 
@@ -44,7 +45,7 @@ std::vector<uint32_t> SampleRows(uint32_t m, uint32_t count);
 
 // The rows of a case that the oracle answers for: all distinct tokens of a draw
 // that repeats them, else SampleRows.
-std::vector<uint32_t> OracleRows(Routing routing, uint32_t m, uint32_t count);
+std::vector<uint32_t> OracleRows(DrawKind kind, uint32_t m, uint32_t count);
 
 // Cases for an interval: its edges and sizes between, all kinds of routes. A
 // pure function.

@@ -7,45 +7,14 @@
 #include <limits>
 #include <numeric>
 #include <set>
+#include <utility>
 
 #include "compiler/base/check.h"
 #include "templates/device/hadamard.h"
-#include "templates/device/half.h"
+#include "templates/seeded_values.h"
 
 namespace kiln {
 namespace {
-
-// SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
-// generators", OOPSLA 2014).
-class SplitMix64 {
- public:
-  explicit SplitMix64(uint64_t seed) : state_(seed) {}
-
-  uint64_t Next() {
-    state_ += 0x9E3779B97F4A7C15u;
-    uint64_t z = state_;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    return z ^ (z >> 31);
-  }
-
-  // In [0, 1).
-  double Unit() { return static_cast<double>(Next() >> 11) * 0x1p-53; }
-
-  // In [0, bound); the bias of at most bound / 2^64 does not matter here.
-  uint64_t Below(uint64_t bound) { return Next() % bound; }
-
- private:
-  uint64_t state_;
-};
-
-// Independent streams of one seed.
-uint64_t Mix(uint64_t seed, uint64_t a, uint64_t b, uint64_t c) {
-  SplitMix64 random(seed ^ (a * 0xD1B54A32D192ED03u));
-  SplitMix64 second(random.Next() ^ (b * 0x8CB92BA72F3D8DD7u));
-  SplitMix64 third(second.Next() ^ (c * 0xAEF17502108EF2D9u));
-  return third.Next();
-}
 
 constexpr uint64_t kStreamWeights = 1;
 constexpr uint64_t kStreamScales = 2;
@@ -53,26 +22,7 @@ constexpr uint64_t kStreamRoutes = 3;
 constexpr uint64_t kStreamTokens = 4;
 constexpr uint64_t kStreamPopular = 5;
 
-uint64_t Kind(Routing routing) { return static_cast<uint64_t>(routing); }
-
-template <class T>
-void Append(std::string* out, T value) {
-  out->append(reinterpret_cast<const char*>(&value), sizeof(value));
-}
-
-void AppendHalf(std::string* out, double value) {
-  Append(out, kd::f32_to_f16(static_cast<float>(value)));
-}
-
-// As bfloat16 or binary16, to nearest even.
-void AppendNarrow(std::string* out, float value, bool bf16) {
-  if (!bf16) return AppendHalf(out, value);
-  const uint32_t word = kd::FloatBits(value);
-  Append(out,
-         std::isfinite(value)
-             ? static_cast<uint16_t>((word + 0x7FFF + ((word >> 16) & 1)) >> 16)
-             : static_cast<uint16_t>(word >> 16));
-}
+uint64_t Number(DrawKind kind) { return static_cast<uint64_t>(kind); }
 
 // Gives the first Hadamard block of each row of both tables the same values, 1
 // or -1.
@@ -183,52 +133,6 @@ std::vector<int64_t> ZipfRoutes(const std::vector<int64_t>& popular,
   return ids;
 }
 
-// Signed scales around `magnitude`, as EXL3 stores them: the random sign of the
-// incoherence rotation is folded in.
-std::string MakeScales(uint64_t count, double magnitude, uint64_t seed) {
-  SplitMix64 random(seed);
-  std::string out;
-  out.reserve(count * 2);
-  for (uint64_t i = 0; i < count; ++i) {
-    const double spread = 0.75 + 0.5 * random.Unit();
-    const double sign = (random.Next() & 1) != 0 ? 1 : -1;
-    AppendHalf(&out, sign * spread * magnitude);
-  }
-  return out;
-}
-
-std::string MakeWords(uint64_t bytes, uint64_t seed) {
-  SplitMix64 random(seed);
-  std::string out(bytes, '\0');
-  for (uint64_t at = 0; at < bytes; at += 8) {
-    const uint64_t word = random.Next();
-    std::memcpy(out.data() + at, &word, std::min<uint64_t>(8, bytes - at));
-  }
-  return out;
-}
-
-// Floats of magnitude [2^exponent, 2^(exponent + 1)) with any mantissa.
-BufferFill Floats(DType dtype, int exponent, bool with_sign) {
-  int mantissa_bits = 23;
-  int bias = 127;
-  int sign_bit = 31;
-  if (dtype == DType::kF16) {
-    mantissa_bits = 10;
-    bias = 15;
-    sign_bit = 15;
-  } else if (dtype == DType::kBf16) {
-    mantissa_bits = 7;
-    sign_bit = 15;
-  }
-  BufferFill fill;
-  fill.kind = BufferFill::Kind::kWords;
-  fill.element_bytes = DTypeBytes(dtype);
-  fill.a = (uint64_t{1} << mantissa_bits) - 1;
-  if (with_sign) fill.a |= uint64_t{1} << sign_bit;
-  fill.b = static_cast<uint64_t>(bias + exponent) << mantissa_bits;
-  return fill;
-}
-
 }  // namespace
 
 std::vector<BufferFill> FusedMoeBuffers(const RequestGeometry& geometry) {
@@ -240,17 +144,17 @@ std::vector<BufferFill> FusedMoeBuffers(const RequestGeometry& geometry) {
   const BufferFill ids = {.kind = BufferFill::Kind::kIndices,
                           .element_bytes = DTypeBytes(geometry.id_dtype),
                           .a = static_cast<uint64_t>(geometry.experts)};
-  const BufferFill scales = Floats(DType::kF16, -1, true);
+  const BufferFill scales = FloatFill(DType::kF16, -1, true);
   std::vector<BufferFill> out = {
-      Floats(geometry.io_dtype, -1, true),
+      FloatFill(geometry.io_dtype, -1, true),
       ids,
-      Floats(DType::kF32, -3, false),
+      FloatFill(DType::kF32, -3, false),
       words,
       words,
       words,
       scales,
       scales,
-      Floats(DType::kF16, shrink, true),
+      FloatFill(DType::kF16, shrink, true),
       scales,
       {.kind = BufferFill::Kind::kNone, .element_bytes = 4},
   };
@@ -266,7 +170,9 @@ std::vector<BufferFill> FusedMoeBuffers(const RequestGeometry& geometry) {
 
 FusedMoeWorkload::FusedMoeWorkload(const RequestGeometry& geometry,
                                    uint64_t seed)
-    : geometry_(geometry), seed_(seed), constants_(kFusedMoeParamCount) {
+    : OpWorkload(geometry, geometry.hidden),
+      seed_(seed),
+      constants_(kFusedMoeParamCount) {
   const std::vector<uint64_t> bytes = FusedMoeBytes(geometry, 0);
   const auto slot = [](FusedMoeParam param) {
     return static_cast<size_t>(param);
@@ -274,7 +180,7 @@ FusedMoeWorkload::FusedMoeWorkload(const RequestGeometry& geometry,
   for (const FusedMoeParam param :
        {FusedMoeParam::kWGate, FusedMoeParam::kWUp, FusedMoeParam::kWDown}) {
     constants_[slot(param)] = MakeWords(
-        bytes[slot(param)], Mix(seed, kStreamWeights, slot(param), 0));
+        bytes[slot(param)], MixSeed(seed, kStreamWeights, slot(param), 0));
   }
   // Decoded weights have about unit variance, so a dot product over n inputs
   // grows by sqrt(n); the output-side scale takes that back.
@@ -283,7 +189,7 @@ FusedMoeWorkload::FusedMoeWorkload(const RequestGeometry& geometry,
   const auto scales = [&](FusedMoeParam param, double magnitude) {
     constants_[slot(param)] =
         MakeScales(bytes[slot(param)] / 2, magnitude,
-                   Mix(seed, kStreamScales, slot(param), 0));
+                   MixSeed(seed, kStreamScales, slot(param), 0));
   };
   scales(FusedMoeParam::kGateSuh, 1);
   scales(FusedMoeParam::kUpSuh, 1);
@@ -293,7 +199,7 @@ FusedMoeWorkload::FusedMoeWorkload(const RequestGeometry& geometry,
   scales(FusedMoeParam::kDownSvh, fc2);
   // [gate_svh | up_svh | down_suh] per expert: two magnitudes in one table.
   SplitMix64 random(
-      Mix(seed, kStreamScales, slot(FusedMoeParam::kRotations), 0));
+      MixSeed(seed, kStreamScales, slot(FusedMoeParam::kRotations), 0));
   std::string& rotations = constants_[slot(FusedMoeParam::kRotations)];
   rotations.reserve(bytes[slot(FusedMoeParam::kRotations)]);
   for (int64_t e = 0; e < geometry.experts; ++e) {
@@ -306,55 +212,38 @@ FusedMoeWorkload::FusedMoeWorkload(const RequestGeometry& geometry,
   }
 }
 
-absl::string_view RoutingName(Routing routing) {
-  switch (routing) {
-    case Routing::kUniform:
-      return "uniform";
-    case Routing::kRagged:
-      return "ragged";
-    case Routing::kZipf:
-      return "zipf";
-    case Routing::kHot:
-      return "hot";
-    case Routing::kExtreme:
-      return "extreme";
-    case Routing::kOneTerm:
-      return "one-term";
-  }
-  KILN_UNREACHABLE();
+absl::string_view FusedMoeWorkload::Constant(size_t slot) const {
+  return constants_[slot];
 }
 
-absl::string_view FusedMoeWorkload::Constant(FusedMoeParam param) const {
-  return constants_[static_cast<size_t>(param)];
-}
-
-std::vector<int64_t> FusedMoeWorkload::RoutesOf(Routing routing, uint32_t draw,
+std::vector<int64_t> FusedMoeWorkload::RoutesOf(DrawKind kind, uint32_t draw,
                                                 uint32_t token) const {
-  const auto experts = static_cast<size_t>(geometry_.experts);
-  const auto top_k = static_cast<size_t>(geometry_.top_k);
-  token = FirstAlike(routing, token);
+  const auto experts = static_cast<size_t>(geometry().experts);
+  const auto top_k = static_cast<size_t>(geometry().top_k);
+  token = FirstAlike(kind, token);
   SplitMix64 random(
-      Mix(seed_, kStreamRoutes + (Kind(routing) << 8), draw, token));
-  if (routing == Routing::kZipf) {
-    return ZipfRoutes(Permutation(experts, Mix(seed_, kStreamPopular, draw, 0)),
-                      top_k, &random);
+      MixSeed(seed_, kStreamRoutes + (Number(kind) << 8), draw, token));
+  if (kind == DrawKind::kZipf) {
+    return ZipfRoutes(
+        Permutation(experts, MixSeed(seed_, kStreamPopular, draw, 0)), top_k,
+        &random);
   }
-  if (routing == Routing::kHot || routing == Routing::kExtreme ||
-      routing == Routing::kOneTerm) {
+  if (kind == DrawKind::kHot || kind == DrawKind::kExtreme ||
+      kind == DrawKind::kOneTerm) {
     std::vector<int64_t> hot =
-        Permutation(experts, Mix(seed_, kStreamPopular, draw, 0));
+        Permutation(experts, MixSeed(seed_, kStreamPopular, draw, 0));
     hot.resize(top_k);
     const std::vector<int64_t> order = Permutation(top_k, random.Next());
     std::vector<int64_t> ids(top_k);
     for (size_t j = 0; j < top_k; ++j) {
       ids[j] = hot[static_cast<size_t>(order[j])];
     }
-    if (routing == Routing::kOneTerm) {
+    if (kind == DrawKind::kOneTerm) {
       for (size_t j = 0; j < top_k; ++j) {
         if (j != token % top_k) ids[j] = -1;
       }
     }
-    if (routing == Routing::kExtreme) {
+    if (kind == DrawKind::kExtreme) {
       const ExtremeToken& extreme = kExtremeTokens[token];
       for (size_t j = 0; j < top_k; ++j) {
         if (extreme.dead || (extreme.nan_weights && j % 2 == 1)) ids[j] = -1;
@@ -369,27 +258,27 @@ std::vector<int64_t> FusedMoeWorkload::RoutesOf(Routing routing, uint32_t draw,
     std::swap(pool[j], pool[j + random.Below(experts - j)]);
     ids[j] = pool[j];
   }
-  if (routing == Routing::kUniform) return ids;
+  if (kind == DrawKind::kUniform) return ids;
   // One distinct token is fully inactive; of the rest, one route in five is
   // inactive and one in five repeats the token's first expert.
   const bool dead = token == kDeadToken;
   const int64_t outside[] = {
       -1,
-      geometry_.experts,
-      -geometry_.experts,
+      geometry().experts,
+      -geometry().experts,
       INT32_MAX,
       INT32_MIN,
-      geometry_.id_dtype == DType::kI64 ? (int64_t{1} << 32) : -2};
+      geometry().id_dtype == DType::kI64 ? (int64_t{1} << 32) : -2};
   for (size_t j = 0; j < top_k; ++j) {
-    const uint64_t kind = random.Below(5);
+    const uint64_t what = random.Below(5);
     // The inactive token goes through the list from its end, so that the id
     // which looks active in 32 bits is in every draw that has such a token.
     const size_t at = dead ? std::size(outside) - 1 - j % std::size(outside)
                            : random.Below(std::size(outside));
     const int64_t other = outside[at];
-    if (dead || kind == 0) {
+    if (dead || what == 0) {
       ids[j] = other;
-    } else if (kind == 1) {
+    } else if (what == 1) {
       ids[j] = pool[0];
     }
   }
@@ -405,41 +294,39 @@ double FusedMoeWorkload::OneTermValue(const std::vector<int64_t>& ids,
   const bool minus =
       std::popcount(row & static_cast<uint32_t>(channel)) % 2 == 1;
   const int64_t expert = *std::max_element(ids.begin(), ids.end());
-  const int64_t table = geometry_.weights.shared_scales ? 0 : expert;
+  const int64_t table = geometry().weights.shared_scales ? 0 : expert;
   uint16_t scale = 0;
   std::memcpy(&scale,
               Constant(FusedMoeParam::kGateSuh).data() +
-                  (table * geometry_.hidden + channel) * 2,
+                  (table * geometry().hidden + channel) * 2,
               2);
   // A power of two near sqrt(hidden / 128), so that gates are of order one.
   const double size = std::exp2(
-      std::round(0.5 * std::log2(static_cast<double>(geometry_.hidden) /
+      std::round(0.5 * std::log2(static_cast<double>(geometry().hidden) /
                                  kd::kHadamardSize)));
   return minus != (scale >> 15 != 0) ? -size : size;
 }
 
-void FusedMoeWorkload::AppendToken(Routing routing, uint32_t draw,
-                                   uint32_t token, Tokens* out) const {
-  const bool bf16 = geometry_.io_dtype == DType::kBf16;
-  token = FirstAlike(routing, token);
+void FusedMoeWorkload::AppendToken(DrawKind kind, uint32_t draw, uint32_t token,
+                                   Tokens* out) const {
+  const bool bf16 = geometry().io_dtype == DType::kBf16;
+  token = FirstAlike(kind, token);
   SplitMix64 random(
-      Mix(seed_, kStreamTokens + (Kind(routing) << 8), draw, token));
-  const std::vector<int64_t> ids = RoutesOf(routing, draw, token);
+      MixSeed(seed_, kStreamTokens + (Number(kind) << 8), draw, token));
+  const std::vector<int64_t> ids = RoutesOf(kind, draw, token);
   ExtremeToken extreme;
-  if (routing == Routing::kExtreme) extreme = kExtremeTokens[token];
-  const double magnitude = MagnitudeOf(extreme.size, geometry_.intermediate);
-  for (int64_t c = 0; c < geometry_.hidden; ++c) {
-    // Sum of three uniforms: bell-shaped, variance one, bounded by 3.
-    double value = 2 * (random.Unit() + random.Unit() + random.Unit() - 1.5);
-    value *= magnitude;  // zeros keep their signs
-    if (routing == Routing::kOneTerm) value = OneTermValue(ids, token, c);
+  if (kind == DrawKind::kExtreme) extreme = kExtremeTokens[token];
+  const double magnitude = MagnitudeOf(extreme.size, geometry().intermediate);
+  for (int64_t c = 0; c < geometry().hidden; ++c) {
+    double value = random.Bell() * magnitude;  // zeros keep their signs
+    if (kind == DrawKind::kOneTerm) value = OneTermValue(ids, token, c);
     // One channel of a late block, or all of a token without routes.
-    if (extreme.dead || c == geometry_.hidden - 5) value += extreme.poison;
+    if (extreme.dead || c == geometry().hidden - 5) value += extreme.poison;
     AppendNarrow(&out->x, static_cast<float>(value), bf16);
   }
   double sum = 0;
   std::vector<double> weights;
-  for (int64_t j = 0; j < geometry_.top_k; ++j) {
+  for (int64_t j = 0; j < geometry().top_k; ++j) {
     weights.push_back(0.1 + random.Unit());
     sum += weights.back();
   }
@@ -448,56 +335,70 @@ void FusedMoeWorkload::AppendToken(Routing routing, uint32_t draw,
     if (extreme.dead || (extreme.nan_weights && ids[j] < 0)) {
       weight = std::numeric_limits<float>::quiet_NaN();
     }
-    Append(&out->topk_weights, weight);
-    if (geometry_.id_dtype == DType::kI64) {
-      Append(&out->topk_ids, ids[j]);
+    AppendBytes(&out->topk_weights, weight);
+    if (geometry().id_dtype == DType::kI64) {
+      AppendBytes(&out->topk_ids, ids[j]);
     } else {
-      Append(&out->topk_ids, static_cast<int32_t>(ids[j]));
+      AppendBytes(&out->topk_ids, static_cast<int32_t>(ids[j]));
     }
   }
 }
 
-FusedMoeWorkload::Tokens FusedMoeWorkload::MakeTokens(Routing routing,
+FusedMoeWorkload::Tokens FusedMoeWorkload::MakeTokens(DrawKind kind,
                                                       uint32_t draw,
                                                       uint32_t tokens) const {
   Tokens out;
-  for (uint32_t t = 0; t < tokens; ++t) AppendToken(routing, draw, t, &out);
+  for (uint32_t t = 0; t < tokens; ++t) AppendToken(kind, draw, t, &out);
   return out;
 }
 
-int64_t FusedMoeWorkload::ActiveExperts(Routing routing, uint32_t draw,
+std::vector<std::string> FusedMoeWorkload::TokenInputs(DrawKind kind,
+                                                       uint32_t draw,
+                                                       uint32_t tokens) const {
+  Tokens made = MakeTokens(kind, draw, tokens);
+  std::vector<std::string> slots(kFusedMoeParamCount);
+  const auto slot = [&slots](FusedMoeParam param) -> std::string& {
+    return slots[static_cast<size_t>(param)];
+  };
+  slot(FusedMoeParam::kX) = std::move(made.x);
+  slot(FusedMoeParam::kTopkIds) = std::move(made.topk_ids);
+  slot(FusedMoeParam::kTopkWeights) = std::move(made.topk_weights);
+  return slots;
+}
+
+int64_t FusedMoeWorkload::ActiveExperts(DrawKind kind, uint32_t draw,
                                         uint32_t tokens) const {
   std::set<int64_t> active;
   for (uint32_t t = 0; t < tokens; ++t) {
-    for (const int64_t id : RoutesOf(routing, draw, t)) {
-      if (id >= 0 && id < geometry_.experts) active.insert(id);
+    for (const int64_t id : RoutesOf(kind, draw, t)) {
+      if (id >= 0 && id < geometry().experts) active.insert(id);
     }
-    if (static_cast<int64_t>(active.size()) == geometry_.experts) break;
+    if (static_cast<int64_t>(active.size()) == geometry().experts) break;
   }
   return static_cast<int64_t>(active.size());
 }
 
-std::vector<double> FusedMoeWorkload::Evaluate(Routing routing, uint32_t draw,
+std::vector<double> FusedMoeWorkload::Evaluate(DrawKind kind, uint32_t draw,
                                                const std::vector<int64_t>& rows,
                                                int threads,
                                                ReferenceMode mode) const {
   const auto tokens =
       static_cast<uint32_t>(*std::max_element(rows.begin(), rows.end()) + 1);
-  const Tokens inputs = MakeTokens(routing, draw, tokens);
+  const Tokens inputs = MakeTokens(kind, draw, tokens);
   const auto half = [this](FusedMoeParam param) {
     return reinterpret_cast<const uint16_t*>(Constant(param).data());
   };
   FusedMoeProblem problem;
   problem.tokens = tokens;
-  problem.hidden = geometry_.hidden;
-  problem.intermediate = geometry_.intermediate;
-  problem.experts = geometry_.experts;
-  problem.top_k = geometry_.top_k;
-  problem.codebook = geometry_.weights.codebook;
-  problem.bits = geometry_.weights.bits;
-  problem.shared_scales = geometry_.weights.shared_scales;
-  problem.x_dtype = geometry_.io_dtype;
-  problem.id_dtype = geometry_.id_dtype;
+  problem.hidden = geometry().hidden;
+  problem.intermediate = geometry().intermediate;
+  problem.experts = geometry().experts;
+  problem.top_k = geometry().top_k;
+  problem.codebook = geometry().weights.codebook;
+  problem.bits = geometry().weights.bits;
+  problem.shared_scales = geometry().weights.shared_scales;
+  problem.x_dtype = geometry().io_dtype;
+  problem.id_dtype = geometry().id_dtype;
   problem.x = inputs.x.data();
   problem.topk_ids = inputs.topk_ids.data();
   problem.topk_weights =
@@ -510,44 +411,67 @@ std::vector<double> FusedMoeWorkload::Evaluate(Routing routing, uint32_t draw,
   problem.rotations = half(FusedMoeParam::kRotations);
   problem.down_svh = half(FusedMoeParam::kDownSvh);
   std::vector<double> result(rows.size() *
-                             static_cast<size_t>(geometry_.hidden));
+                             static_cast<size_t>(geometry().hidden));
   FusedMoeReferenceRows(problem, rows, mode, result.data(), threads);
   return result;
 }
 
-std::vector<double> FusedMoeWorkload::Expected(Routing routing, uint32_t draw,
-                                               std::span<const uint32_t> rows,
-                                               int threads,
-                                               ReferenceMode mode) {
-  const auto width = static_cast<size_t>(geometry_.hidden);
-  const auto key = [&](uint32_t row) {
-    return RowKey{routing, draw, mode, FirstAlike(routing, row)};
-  };
-  std::vector<int64_t> missing;
-  for (const uint32_t row : rows) {
-    const int64_t first = key(row).row;
-    if (expected_.count(key(row)) == 0 &&
-        std::find(missing.begin(), missing.end(), first) == missing.end()) {
-      missing.push_back(first);
-    }
+namespace {
+
+class Contract : public OpContract {
+ public:
+  std::vector<ParamDecl> Params(
+      const RequestGeometry& geometry) const override {
+    return FusedMoeParams(geometry);
   }
-  if (!missing.empty()) {
-    const std::vector<double> result =
-        Evaluate(routing, draw, missing, threads, mode);
-    for (size_t i = 0; i < missing.size(); ++i) {
-      const auto begin =
-          result.begin() + static_cast<std::ptrdiff_t>(i * width);
-      expected_[key(static_cast<uint32_t>(missing[i]))] = std::vector<double>(
-          begin, begin + static_cast<std::ptrdiff_t>(width));
-    }
+
+  std::vector<BufferFill> Buffers(
+      const RequestGeometry& geometry) const override {
+    return FusedMoeBuffers(geometry);
   }
-  std::vector<double> out;
-  out.reserve(rows.size() * width);
-  for (const uint32_t row : rows) {
-    const std::vector<double>& values = expected_.at(key(row));
-    out.insert(out.end(), values.begin(), values.end());
+
+  OpWork Work(const RequestGeometry& geometry) const override {
+    const auto hidden = static_cast<double>(geometry.hidden);
+    const auto intermediate = static_cast<double>(geometry.intermediate);
+    const Bits& bits = geometry.weights.bits;
+    const auto matrix = [&](FusedMoeParam param, int rate) {
+      return OpMatrix{.slot = static_cast<uint64_t>(param),
+                      .weights = hidden * intermediate,
+                      .bits = rate};
+    };
+    OpWork work;
+    work.matrices = {matrix(FusedMoeParam::kWGate, bits.gate),
+                     matrix(FusedMoeParam::kWUp, bits.up),
+                     matrix(FusedMoeParam::kWDown, bits.down)};
+    // suh of gate and up, the three rotations, svh of down; f16.
+    work.scale_bytes = (3 * hidden + 3 * intermediate) * 2;
+    // x in 16 bits, the result in 32.
+    work.token_bytes = hidden * (2 + 4);
+    work.routes = static_cast<double>(geometry.top_k);
+    return work;
   }
-  return out;
+
+  double TilesExpected(const RequestGeometry& geometry, uint32_t tile,
+                       uint32_t m) const override {
+    return FusedMoeTilesExpected(geometry, tile, m);
+  }
+
+  uint64_t TilesMax(const RequestGeometry& geometry, uint32_t tile,
+                    uint32_t m) const override {
+    return FusedMoeTilesMax(geometry, tile, m);
+  }
+
+  std::unique_ptr<OpWorkload> MakeWorkload(const RequestGeometry& geometry,
+                                           uint64_t seed) const override {
+    return std::make_unique<FusedMoeWorkload>(geometry, seed);
+  }
+};
+
+}  // namespace
+
+const OpContract& FusedMoeContract() {
+  static const auto* const contract = new Contract;
+  return *contract;
 }
 
 }  // namespace kiln

@@ -1,17 +1,10 @@
 // FusedMoeWorkload: seeded inputs of one fused_moe request and the answers to
-// them. The racer, the verifier, `kiln run --check` and the tests all use it.
-//
-// A token's content depends on (seed, routing, draw, token index) alone, not on
-// how many tokens a call has. So the expected row of a token is computed once
-// and serves every m, every interval and every candidate.
+// them. FusedMoeContract: what others need to know of the op.
 
 #ifndef KILN_TEMPLATES_FUSED_MOE_WORKLOAD_H_
 #define KILN_TEMPLATES_FUSED_MOE_WORKLOAD_H_
 
-#include <compare>
 #include <cstdint>
-#include <map>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -19,6 +12,8 @@
 #include "compiler/spec/request.h"
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/reference.h"
+#include "templates/op_contract.h"
+#include "templates/op_workload.h"
 
 namespace kiln {
 
@@ -26,102 +21,54 @@ namespace kiln {
 // numbers of the size that keeps activations of order one, ids of all experts.
 std::vector<BufferFill> FusedMoeBuffers(const RequestGeometry& geometry);
 
-// How the tokens of a draw are made: which experts they choose, and of what
-// numbers they consist. Draws of one kind with other numbers are other inputs.
-enum class Routing {
-  kUniform,  // top_k distinct experts, uniformly
-  // As kUniform, but some routes are inactive (negative or at least E), some
-  // experts repeat within a token, and some tokens have no active route.
-  kRagged,
-  // top_k distinct experts; the r-th most popular one has weight 1 / (r + 1).
-  kZipf,
-  kHot,  // every token chooses the same top_k experts, in its own order
-  // As kHot, with the numbers and routes that trouble kernels: large and small
-  // magnitudes, zeros, negative and huge router weights, inactive routes with
-  // NaN weights, NaN in a token without a route, and tokens with NaN or
-  // infinity whose row must be NaN, and theirs alone.
-  kExtreme,
-  // One active route per token, whose operands have one channel that is not
-  // zero: every sum of the first products has one term, so its rounding, and
-  // nearly all that follows, does not depend on an order of summation.
-  kOneTerm,
-};
-
-// "uniform", "ragged", "zipf", "hot", "extreme", "one-term".
-absl::string_view RoutingName(Routing routing);
-
-// Ragged, hot, extreme and one-term draws consist of this many distinct tokens,
-// over and over: token t has the content of token t mod kDistinctTokens, so a
-// few expected rows answer for all rows of any m. The number is coprime to
-// every tile size, so equal tokens lie at different places of their tiles.
-inline constexpr uint32_t kDistinctTokens = 13;
-
-// The first token of the draw with the content of `token`.
-constexpr uint32_t FirstAlike(Routing routing, uint32_t token) {
-  return routing == Routing::kUniform || routing == Routing::kZipf
-             ? token
-             : token % kDistinctTokens;
-}
+// Of every geometry of the op.
+const OpContract& FusedMoeContract();
 
 // Not thread-safe.
-class FusedMoeWorkload {
+class FusedMoeWorkload : public OpWorkload {
  public:
   // Fills the weights and scales: uniformly random trellis words (every payload
   // is valid) and scales that keep activations of order one. The first 128
   // input scales of gate and up are equal, 1 or -1, for one-term draws.
   FusedMoeWorkload(const RequestGeometry& geometry, uint64_t seed);
 
-  const RequestGeometry& geometry() const { return geometry_; }
+  absl::string_view Constant(size_t slot) const override;
 
-  // Host bytes of an input slot that does not depend on the tokens
-  // (kWGate .. kDownSvh); empty for the others. Owned by this object.
-  absl::string_view Constant(FusedMoeParam param) const;
+  // Those of kWGate .. kDownSvh are not empty.
+  absl::string_view Constant(FusedMoeParam param) const {
+    return Constant(static_cast<size_t>(param));
+  }
 
-  // Inputs of tokens 0 .. tokens-1, replacing the contents of the vectors.
   struct Tokens {
     std::string x;
     std::string topk_ids;
     std::string topk_weights;
   };
 
-  Tokens MakeTokens(Routing routing, uint32_t draw, uint32_t tokens) const;
+  // TokenInputs by name.
+  Tokens MakeTokens(DrawKind kind, uint32_t draw, uint32_t tokens) const;
 
-  // Distinct active experts among tokens 0 .. tokens-1.
-  int64_t ActiveExperts(Routing routing, uint32_t draw, uint32_t tokens) const;
-
-  // Expected output rows [rows.size()][H]. Rows already computed, and rows
-  // alike, are not computed again.
-  //   threads: at least 1.
-  std::vector<double> Expected(Routing routing, uint32_t draw,
-                               std::span<const uint32_t> rows, int threads,
-                               ReferenceMode mode = ReferenceMode::kFloat64);
+  std::vector<std::string> TokenInputs(DrawKind kind, uint32_t draw,
+                                       uint32_t tokens) const override;
+  int64_t ActiveExperts(DrawKind kind, uint32_t draw,
+                        uint32_t tokens) const override;
 
  private:
-  struct RowKey {
-    Routing routing = Routing::kUniform;
-    uint32_t draw = 0;
-    ReferenceMode mode = ReferenceMode::kFloat64;
-    uint32_t row = 0;
-    auto operator<=>(const RowKey&) const = default;
-  };
-
   // Ids of one token; inactive ones as they are stored.
-  std::vector<int64_t> RoutesOf(Routing routing, uint32_t draw,
+  std::vector<int64_t> RoutesOf(DrawKind kind, uint32_t draw,
                                 uint32_t token) const;
   // Channel of x in a one-term draw; `ids` has one that is active.
   double OneTermValue(const std::vector<int64_t>& ids, uint32_t token,
                       int64_t channel) const;
-  void AppendToken(Routing routing, uint32_t draw, uint32_t token,
+  void AppendToken(DrawKind kind, uint32_t draw, uint32_t token,
                    Tokens* out) const;
   // The reference on tokens 0 .. max(rows) of a draw.
-  std::vector<double> Evaluate(Routing routing, uint32_t draw,
+  std::vector<double> Evaluate(DrawKind kind, uint32_t draw,
                                const std::vector<int64_t>& rows, int threads,
-                               ReferenceMode mode) const;
+                               ReferenceMode mode) const override;
 
-  RequestGeometry geometry_;
   uint64_t seed_;
   std::vector<std::string> constants_;  // by slot; empty where per-token
-  std::map<RowKey, std::vector<double>> expected_;
 };
 
 }  // namespace kiln

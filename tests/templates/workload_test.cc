@@ -26,9 +26,9 @@ RequestGeometry Geometry(DType io = DType::kBf16, DType id = DType::kI64) {
   return geometry;
 }
 
-std::vector<int64_t> IdsOf(const FusedMoeWorkload& workload, Routing routing,
+std::vector<int64_t> IdsOf(const FusedMoeWorkload& workload, DrawKind kind,
                            uint32_t draw, uint32_t tokens) {
-  const std::string bytes = workload.MakeTokens(routing, draw, tokens).topk_ids;
+  const std::string bytes = workload.MakeTokens(kind, draw, tokens).topk_ids;
   std::vector<int64_t> ids;
   if (bytes.empty()) return ids;
   if (workload.geometry().id_dtype == DType::kI64) {
@@ -44,9 +44,9 @@ std::vector<int64_t> IdsOf(const FusedMoeWorkload& workload, Routing routing,
 
 bool IsActive(int64_t id) { return id >= 0 && id < 8; }
 
-constexpr Routing kAll[] = {Routing::kUniform, Routing::kRagged,
-                            Routing::kZipf,    Routing::kHot,
-                            Routing::kExtreme, Routing::kOneTerm};
+constexpr DrawKind kAll[] = {DrawKind::kUniform, DrawKind::kRagged,
+                             DrawKind::kZipf,    DrawKind::kHot,
+                             DrawKind::kExtreme, DrawKind::kOneTerm};
 
 // What golden replay would compute: finite and of order one, so that no wrong
 // instruction hides in an infinity or below the smallest number.
@@ -119,7 +119,7 @@ TEST(FusedMoeWorkloadTest, BuffersHaveTheSizesOfTheParameterBlock) {
     const FusedMoeWorkload workload(Geometry(DType::kF16, id), 1);
     const std::vector<uint64_t> bytes = FusedMoeBytes(workload.geometry(), 5);
     const FusedMoeWorkload::Tokens tokens =
-        workload.MakeTokens(Routing::kUniform, 0, 5);
+        workload.MakeTokens(DrawKind::kUniform, 0, 5);
     EXPECT_EQ(tokens.x.size(), bytes[0]);
     EXPECT_EQ(tokens.topk_ids.size(), bytes[1]);
     EXPECT_EQ(tokens.topk_weights.size(), bytes[2]);
@@ -133,13 +133,12 @@ TEST(FusedMoeWorkloadTest, BuffersHaveTheSizesOfTheParameterBlock) {
 }
 
 TEST(FusedMoeWorkloadTest, FewerTokensAreAPrefixOfMore) {
-  for (const Routing routing : kAll) {
+  for (const DrawKind kind : kAll) {
     for (const DType io : {DType::kBf16, DType::kF16}) {
       const FusedMoeWorkload workload(Geometry(io), 9);
-      const FusedMoeWorkload::Tokens all = workload.MakeTokens(routing, 4, 33);
+      const FusedMoeWorkload::Tokens all = workload.MakeTokens(kind, 4, 33);
       for (const uint32_t m : {1u, 2u, 8u, 32u, 33u}) {
-        const FusedMoeWorkload::Tokens some =
-            workload.MakeTokens(routing, 4, m);
+        const FusedMoeWorkload::Tokens some = workload.MakeTokens(kind, 4, m);
         EXPECT_EQ(some.x, all.x.substr(0, some.x.size()));
         EXPECT_EQ(some.topk_ids, all.topk_ids.substr(0, some.topk_ids.size()));
         EXPECT_EQ(some.topk_weights,
@@ -159,15 +158,15 @@ TEST(FusedMoeWorkloadTest, EqualSeedsGiveEqualInputsAndOthersDiffer) {
     EXPECT_NE(a.Constant(param), c.Constant(param)) << slot;
   }
   const auto x = [](const FusedMoeWorkload& workload, uint32_t draw) {
-    return workload.MakeTokens(Routing::kUniform, draw, 4).x;
+    return workload.MakeTokens(DrawKind::kUniform, draw, 4).x;
   };
   EXPECT_EQ(x(a, 7), x(b, 7));
   EXPECT_NE(x(a, 7), x(a, 8));
   EXPECT_NE(x(a, 7), x(c, 7));
-  EXPECT_NE(IdsOf(a, Routing::kUniform, 0, 8),
-            IdsOf(a, Routing::kUniform, 1, 8));
-  EXPECT_NE(IdsOf(a, Routing::kUniform, 0, 8),
-            IdsOf(c, Routing::kUniform, 0, 8));
+  EXPECT_NE(IdsOf(a, DrawKind::kUniform, 0, 8),
+            IdsOf(a, DrawKind::kUniform, 1, 8));
+  EXPECT_NE(IdsOf(a, DrawKind::kUniform, 0, 8),
+            IdsOf(c, DrawKind::kUniform, 0, 8));
   // Tokens of one call differ too.
   const std::string two = x(a, 0);
   EXPECT_NE(two.substr(0, 512), two.substr(512, 512));
@@ -177,7 +176,7 @@ TEST(FusedMoeWorkloadTest, InputsAreNumbersOfOrderOne) {
   for (const DType io : {DType::kBf16, DType::kF16}) {
     const FusedMoeWorkload workload(Geometry(io), 3);
     const FusedMoeWorkload::Tokens tokens =
-        workload.MakeTokens(Routing::kUniform, 0, 50);
+        workload.MakeTokens(DrawKind::kUniform, 0, 50);
     std::vector<float> weights(tokens.topk_weights.size() / 4);
     std::memcpy(weights.data(), tokens.topk_weights.data(),
                 tokens.topk_weights.size());
@@ -207,7 +206,7 @@ TEST(FusedMoeWorkloadTest, InputsAreNumbersOfOrderOne) {
 TEST(FusedMoeWorkloadTest, UniformRoutesAreDistinctActiveExperts) {
   const FusedMoeWorkload workload(Geometry(), 5);
   std::set<int64_t> seen;
-  const std::vector<int64_t> ids = IdsOf(workload, Routing::kUniform, 2, 200);
+  const std::vector<int64_t> ids = IdsOf(workload, DrawKind::kUniform, 2, 200);
   for (size_t t = 0; t < 200; ++t) {
     const std::set<int64_t> token(
         ids.begin() + static_cast<int64_t>(t) * 3,
@@ -231,7 +230,7 @@ TEST(FusedMoeWorkloadTest, RaggedRoutesHaveEveryTrouble) {
     constexpr uint32_t kDraws = 20;
     for (uint32_t draw = 0; draw < kDraws; ++draw) {
       const std::vector<int64_t> ids =
-          IdsOf(workload, Routing::kRagged, draw, kDistinctTokens);
+          IdsOf(workload, DrawKind::kRagged, draw, kDistinctTokens);
       bool looks_active_in_32_bits = false;
       for (size_t t = 0; t < kDistinctTokens; ++t) {
         const int64_t* token = ids.data() + t * 3;
@@ -269,11 +268,11 @@ TEST(FusedMoeWorkloadTest, RaggedRoutesHaveEveryTrouble) {
 TEST(FusedMoeWorkloadTest, DrawsForTheVerifierRepeatTheirTokens) {
   const FusedMoeWorkload workload(Geometry(DType::kF16, DType::kI32), 4);
   constexpr size_t kX = 256 * 2;
-  for (const Routing routing : kAll) {
+  for (const DrawKind kind : kAll) {
     const FusedMoeWorkload::Tokens tokens =
-        workload.MakeTokens(routing, 1, 3 * kDistinctTokens);
+        workload.MakeTokens(kind, 1, 3 * kDistinctTokens);
     for (uint32_t t = 0; t < 3 * kDistinctTokens; ++t) {
-      const uint32_t first = FirstAlike(routing, t);
+      const uint32_t first = FirstAlike(kind, t);
       EXPECT_LE(first, t);
       EXPECT_EQ(tokens.x.substr(t * kX, kX), tokens.x.substr(first * kX, kX));
       EXPECT_EQ(tokens.topk_ids.substr(t * 12, 12),
@@ -281,10 +280,9 @@ TEST(FusedMoeWorkloadTest, DrawsForTheVerifierRepeatTheirTokens) {
       EXPECT_EQ(tokens.topk_weights.substr(t * 12, 12),
                 tokens.topk_weights.substr(first * 12, 12));
     }
-    const bool repeats =
-        routing != Routing::kUniform && routing != Routing::kZipf;
-    EXPECT_EQ(FirstAlike(routing, kDistinctTokens) == 0, repeats)
-        << RoutingName(routing);
+    const bool repeats = kind != DrawKind::kUniform && kind != DrawKind::kZipf;
+    EXPECT_EQ(FirstAlike(kind, kDistinctTokens) == 0, repeats)
+        << DrawKindName(kind);
     EXPECT_EQ(
         tokens.x.substr(0, kX) == tokens.x.substr(kDistinctTokens * kX, kX),
         repeats);
@@ -296,7 +294,8 @@ TEST(FusedMoeWorkloadTest, ZipfRoutesAreDistinctAndPreferTheSameExperts) {
   std::vector<int> uses(8, 0);
   std::vector<int> other_uses(8, 0);
   for (const uint32_t draw : {0u, 1u}) {
-    const std::vector<int64_t> ids = IdsOf(workload, Routing::kZipf, draw, 400);
+    const std::vector<int64_t> ids =
+        IdsOf(workload, DrawKind::kZipf, draw, 400);
     for (size_t t = 0; t < 400; ++t) {
       std::set<int64_t> token;
       for (size_t j = 0; j < 3; ++j) {
@@ -323,10 +322,10 @@ TEST(FusedMoeWorkloadTest, ZipfRoutesAreDistinctAndPreferTheSameExperts) {
 TEST(FusedMoeWorkloadTest, HotRoutesAreTheSameFewExpertsInManyOrders) {
   const FusedMoeWorkload workload(Geometry(), 5);
   const std::vector<int64_t> ids =
-      IdsOf(workload, Routing::kHot, 0, kDistinctTokens);
+      IdsOf(workload, DrawKind::kHot, 0, kDistinctTokens);
   const std::set<int64_t> all(ids.begin(), ids.end());
   EXPECT_EQ(all.size(), 3u);
-  EXPECT_EQ(workload.ActiveExperts(Routing::kHot, 0, 100), 3);
+  EXPECT_EQ(workload.ActiveExperts(DrawKind::kHot, 0, 100), 3);
   std::set<std::vector<int64_t>> orders;
   for (size_t t = 0; t < kDistinctTokens; ++t) {
     const std::vector<int64_t> token(
@@ -348,7 +347,7 @@ TEST(FusedMoeWorkloadTest, OneTermRowsDoNotDependOnTheOrderOfSums) {
     std::vector<uint32_t> rows(kDistinctTokens);
     for (uint32_t i = 0; i < kDistinctTokens; ++i) rows[i] = i;
     const auto expected = [&](ReferenceMode mode) {
-      return workload.Expected(Routing::kOneTerm, 0, rows, 1, mode);
+      return workload.Expected(DrawKind::kOneTerm, 0, rows, 1, mode);
     };
     const std::vector<double> exact = expected(ReferenceMode::kFloat64);
     const std::vector<double> staged = expected(ReferenceMode::kStaged);
@@ -375,7 +374,7 @@ TEST(FusedMoeWorkloadTest, ExtremeRowsAreNanWhereTheirTokenIsAndNowhereElse) {
     std::vector<uint32_t> rows(kDistinctTokens);
     for (uint32_t i = 0; i < kDistinctTokens; ++i) rows[i] = i;
     const std::vector<double> out =
-        workload.Expected(Routing::kExtreme, 0, rows, 1);
+        workload.Expected(DrawKind::kExtreme, 0, rows, 1);
     const std::set<uint32_t> nan = {3, 7};
     const std::set<uint32_t> zero = {5, 6, 10};
     for (const uint32_t row : rows) {
@@ -387,7 +386,7 @@ TEST(FusedMoeWorkloadTest, ExtremeRowsAreNanWhereTheirTokenIsAndNowhereElse) {
     }
     // The staged form neither overflows nor vanishes.
     const std::vector<double> staged = workload.Expected(
-        Routing::kExtreme, 0, rows, 1, ReferenceMode::kStaged);
+        DrawKind::kExtreme, 0, rows, 1, ReferenceMode::kStaged);
     for (const uint32_t row : rows) {
       if (row == 9) continue;  // huge: some results are infinite
       double difference = 0;
@@ -407,26 +406,26 @@ TEST(FusedMoeWorkloadTest, ExtremeRowsAreNanWhereTheirTokenIsAndNowhereElse) {
 
 TEST(FusedMoeWorkloadTest, CountsDistinctActiveExperts) {
   const FusedMoeWorkload workload(Geometry(), 6);
-  for (const Routing routing : kAll) {
+  for (const DrawKind kind : kAll) {
     for (const uint32_t tokens : {0u, 1u, 2u, 6u, 100u}) {
       std::set<int64_t> active;
-      for (const int64_t id : IdsOf(workload, routing, 3, tokens)) {
+      for (const int64_t id : IdsOf(workload, kind, 3, tokens)) {
         if (IsActive(id)) active.insert(id);
       }
-      EXPECT_EQ(workload.ActiveExperts(routing, 3, tokens),
+      EXPECT_EQ(workload.ActiveExperts(kind, 3, tokens),
                 static_cast<int64_t>(active.size()));
     }
   }
 }
 
 // The oracle called by hand on the same buffers.
-std::vector<double> Direct(const FusedMoeWorkload& workload, Routing routing,
+std::vector<double> Direct(const FusedMoeWorkload& workload, DrawKind kind,
                            uint32_t draw, uint32_t tokens,
                            const std::vector<int64_t>& rows,
                            ReferenceMode mode = ReferenceMode::kFloat64) {
   const RequestGeometry& geometry = workload.geometry();
   const FusedMoeWorkload::Tokens inputs =
-      workload.MakeTokens(routing, draw, tokens);
+      workload.MakeTokens(kind, draw, tokens);
   const auto words = [&workload](FusedMoeParam param) {
     return reinterpret_cast<const uint16_t*>(workload.Constant(param).data());
   };
@@ -462,18 +461,18 @@ TEST(FusedMoeWorkloadTest, ExpectedRowsAreTheOraclesWhateverWasAskedBefore) {
     RequestGeometry geometry = Geometry(shared ? DType::kF16 : DType::kBf16);
     geometry.weights.shared_scales = shared;
     FusedMoeWorkload workload(geometry, 8);
-    for (const Routing routing : {Routing::kUniform, Routing::kRagged}) {
+    for (const DrawKind kind : {DrawKind::kUniform, DrawKind::kRagged}) {
       const std::vector<double> direct =
-          Direct(workload, routing, 2, 16, {5, 0, 15, 5});
+          Direct(workload, kind, 2, 16, {5, 0, 15, 5});
       // First some of them, so that the rest meets a filled memory.
       const std::vector<uint32_t> one = {15};
-      workload.Expected(routing, 2, one, 1);
+      workload.Expected(kind, 2, one, 1);
       const std::vector<uint32_t> rows = {5, 0, 15, 5};
-      EXPECT_EQ(workload.Expected(routing, 2, rows, 2), direct);
-      EXPECT_EQ(workload.Expected(routing, 2, rows, 1), direct);
+      EXPECT_EQ(workload.Expected(kind, 2, rows, 2), direct);
+      EXPECT_EQ(workload.Expected(kind, 2, rows, 1), direct);
       const ReferenceMode staged = ReferenceMode::kStaged;
-      EXPECT_EQ(workload.Expected(routing, 2, rows, 1, staged),
-                Direct(workload, routing, 2, 16, {5, 0, 15, 5}, staged));
+      EXPECT_EQ(workload.Expected(kind, 2, rows, 1, staged),
+                Direct(workload, kind, 2, 16, {5, 0, 15, 5}, staged));
     }
   }
 }
@@ -482,17 +481,17 @@ TEST(FusedMoeWorkloadTest, DrawsAndRoutingsDoNotShareExpectedRows) {
   FusedMoeWorkload workload(Geometry(), 8);
   const std::vector<uint32_t> rows = {0};
   const std::vector<double> a =
-      workload.Expected(Routing::kUniform, 0, rows, 1);
-  EXPECT_NE(a, workload.Expected(Routing::kUniform, 1, rows, 1));
-  EXPECT_NE(a, workload.Expected(Routing::kRagged, 0, rows, 1));
-  EXPECT_EQ(a, workload.Expected(Routing::kUniform, 0, rows, 1));
+      workload.Expected(DrawKind::kUniform, 0, rows, 1);
+  EXPECT_NE(a, workload.Expected(DrawKind::kUniform, 1, rows, 1));
+  EXPECT_NE(a, workload.Expected(DrawKind::kRagged, 0, rows, 1));
+  EXPECT_EQ(a, workload.Expected(DrawKind::kUniform, 0, rows, 1));
 }
 
 TEST(FusedMoeWorkloadTest, OutputsAreOfOrderOneAndDeadTokensAreZero) {
   FusedMoeWorkload workload(Geometry(), 8);
   const std::vector<uint32_t> rows = {0, 5};
   const std::vector<double> out =
-      workload.Expected(Routing::kRagged, 0, rows, 1);
+      workload.Expected(DrawKind::kRagged, 0, rows, 1);
   double squares = 0;
   for (size_t i = 0; i < 256; ++i) {
     squares += out[i] * out[i];

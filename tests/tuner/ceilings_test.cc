@@ -5,6 +5,7 @@
 #include "absl/strings/str_replace.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "templates/fused_moe/op.h"
 #include "tests/support/status_matchers.h"
 #include "tuner/cost_model.h"
 
@@ -125,6 +126,7 @@ PlanBody BodyOf(int64_t tile, uint32_t blocks) {
   body.assignment = {{"tokens_tile", tile}};
   Step step;
   step.label = "fc1";
+  step.args = {FusedMoeArg(FusedMoeParam::kWGate)};
   step.grid = {LaunchDim::Constant(blocks), LaunchDim::Constant(1),
                LaunchDim::Constant(1)};
   body.steps = {step};

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "templates/fused_moe/op.h"
 #include "tests/support/status_matchers.h"
 #include "tests/tuner/cpu_programs.h"
 #include "tuner/device.h"
@@ -58,15 +59,15 @@ TEST(SampleRowsTest, AreDistinctAscendingAndHoldTheEdges) {
 }
 
 TEST(OracleRowsTest, AreAllDistinctTokensOrASample) {
-  EXPECT_THAT(OracleRows(Routing::kHot, 4, 8), ElementsAre(0, 1, 2, 3));
-  EXPECT_THAT(OracleRows(Routing::kUniform, 4, 8), ElementsAre(0, 1, 2, 3));
-  for (const Routing routing : {Routing::kRagged, Routing::kHot,
-                                Routing::kExtreme, Routing::kOneTerm}) {
-    const std::vector<uint32_t> rows = OracleRows(routing, 4096, 8);
+  EXPECT_THAT(OracleRows(DrawKind::kHot, 4, 8), ElementsAre(0, 1, 2, 3));
+  EXPECT_THAT(OracleRows(DrawKind::kUniform, 4, 8), ElementsAre(0, 1, 2, 3));
+  for (const DrawKind kind : {DrawKind::kRagged, DrawKind::kHot,
+                              DrawKind::kExtreme, DrawKind::kOneTerm}) {
+    const std::vector<uint32_t> rows = OracleRows(kind, 4096, 8);
     EXPECT_EQ(rows.size(), kDistinctTokens);
     EXPECT_EQ(rows.back(), kDistinctTokens - 1);
   }
-  EXPECT_EQ(OracleRows(Routing::kZipf, 4096, 8), SampleRows(4096, 8));
+  EXPECT_EQ(OracleRows(DrawKind::kZipf, 4096, 8), SampleRows(4096, 8));
 }
 
 TEST(VerifyCasesTest, CoverTheEdgesAndAllRoutingsOfEveryInterval) {
@@ -75,30 +76,30 @@ TEST(VerifyCasesTest, CoverTheEdgesAndAllRoutingsOfEveryInterval) {
         Interval{1, 8}, Interval{9, 16}, Interval{2049, 4096}}) {
     const std::vector<VerifyCase> cases = VerifyCases(interval);
     std::set<uint32_t> sizes;
-    std::set<Routing> at_capacity;
-    std::set<Routing> repeated;
-    std::set<Routing> all;
-    std::set<std::pair<Routing, uint32_t>> inputs;
+    std::set<DrawKind> at_capacity;
+    std::set<DrawKind> repeated;
+    std::set<DrawKind> all;
+    std::set<std::pair<DrawKind, uint32_t>> inputs;
     for (const VerifyCase& test : cases) {
       sizes.insert(test.m);
-      all.insert(test.routing);
-      inputs.insert({test.routing, test.m});
+      all.insert(test.kind);
+      inputs.insert({test.kind, test.m});
       EXPECT_GE(test.m, interval.m_min);
       EXPECT_LE(test.m, interval.m_max);
       EXPECT_FALSE(test.rows.empty());
       EXPECT_THAT(test.rows, Each(Lt(test.m)));
-      if (test.m == interval.m_max) at_capacity.insert(test.routing);
-      if (test.repeat) repeated.insert(test.routing);
+      if (test.m == interval.m_max) at_capacity.insert(test.kind);
+      if (test.repeat) repeated.insert(test.kind);
     }
     EXPECT_TRUE(sizes.contains(interval.m_min));
     EXPECT_TRUE(sizes.contains(interval.m_max));
     EXPECT_GE(sizes.size(), std::min(interval.m_max - interval.m_min, 2u) + 1);
     EXPECT_THAT(at_capacity,
-                UnorderedElementsAre(Routing::kUniform, Routing::kRagged,
-                                     Routing::kExtreme, Routing::kOneTerm))
+                UnorderedElementsAre(DrawKind::kUniform, DrawKind::kRagged,
+                                     DrawKind::kExtreme, DrawKind::kOneTerm))
         << interval.m_max;
     EXPECT_THAT(repeated,
-                UnorderedElementsAre(Routing::kRagged, Routing::kExtreme));
+                UnorderedElementsAre(DrawKind::kRagged, DrawKind::kExtreme));
     const bool has_interior = interval.m_max - interval.m_min >= 3;
     EXPECT_GE(all.size(), has_interior ? 6u : 4u);
     EXPECT_EQ(inputs.size(), cases.size()) << "cases share inputs";
@@ -114,7 +115,7 @@ TEST(VerifyCasesTest, AreTheSameEveryTime) {
     return all;
   };
   EXPECT_EQ(text({5, 64}), text({5, 64}));
-  EXPECT_THAT(text({17, 17}), HasSubstr("m=17 ragged routes"));
+  EXPECT_THAT(text({17, 17}), HasSubstr("m=17 ragged draw 0"));
 }
 
 TEST(PromiseTest, IsWhatTheNumericsClassSays) {
@@ -183,15 +184,15 @@ class CheckOutputTest : public ::testing::Test {
     std::vector<uint32_t> all(kTokens);
     for (uint32_t i = 0; i < kTokens; ++i) all[i] = i;
     const std::vector<double> expected =
-        bench_->workload().Expected(test_.routing, test_.draw, all, 1, mode);
+        bench_->workload().Expected(test_.kind, test_.draw, all, 1, mode);
     for (size_t i = 0; i < expected.size(); ++i) {
       Out()[i] = static_cast<float>(expected[i]);
     }
   }
 
-  void Choose(Routing routing, ReferenceMode mode) {
-    test_.routing = routing;
-    test_.rows = OracleRows(routing, kTokens, 3);
+  void Choose(DrawKind kind, ReferenceMode mode) {
+    test_.kind = kind;
+    test_.rows = OracleRows(kind, kTokens, 3);
     Answer(mode);
   }
 
@@ -215,8 +216,8 @@ class CheckOutputTest : public ::testing::Test {
     EXPECT_FALSE(result.passed);
     EXPECT_THAT(result.reason, HasSubstr(reason));
     EXPECT_THAT(result.reason,
-                HasSubstr(absl::StrCat("m=20 ", RoutingName(test_.routing),
-                                       " routes, draw 1: ")));
+                HasSubstr(absl::StrCat("m=20 ", DrawKindName(test_.kind),
+                                       " draw 1: ")));
   }
 
   std::unique_ptr<Device> device_;
@@ -242,7 +243,7 @@ TEST_F(CheckOutputTest, RejectsOneWrongElementOfARow) {
 }
 
 TEST_F(CheckOutputTest, RejectsATinyNumberWhereTheAnswerIsZero) {
-  Choose(Routing::kRagged, ReferenceMode::kStaged);
+  Choose(DrawKind::kRagged, ReferenceMode::kStaged);
   EXPECT_TRUE(Check(1e-3).passed);
   Out()[5 * Width() + 3] = 1e-30f;  // token 5 has no active route
   Out()[18 * Width() + 3] = 1e-30f;
@@ -250,7 +251,7 @@ TEST_F(CheckOutputTest, RejectsATinyNumberWhereTheAnswerIsZero) {
 }
 
 TEST_F(CheckOutputTest, RejectsEqualTokensWithOtherRows) {
-  Choose(Routing::kHot, ReferenceMode::kStaged);
+  Choose(DrawKind::kHot, ReferenceMode::kStaged);
   EXPECT_TRUE(Check(1e-3).passed);
   // Row 19 repeats row 6; both are within the tolerance.
   Out()[19 * Width() + 7] *= 1 + 2e-7f;
@@ -259,15 +260,15 @@ TEST_F(CheckOutputTest, RejectsEqualTokensWithOtherRows) {
 
 TEST_F(CheckOutputTest, AClassThatPromisesBitsIsHeldToThem) {
   const char* const kBits = "w4a16.f16.sequential";
-  for (const Routing routing :
-       {Routing::kRagged, Routing::kZipf, Routing::kHot, Routing::kExtreme}) {
-    Choose(routing, ReferenceMode::kSequential);
+  for (const DrawKind kind : {DrawKind::kRagged, DrawKind::kZipf,
+                              DrawKind::kHot, DrawKind::kExtreme}) {
+    Choose(kind, ReferenceMode::kSequential);
     const VerifyResult right = Check(2e-3, kBits);
     EXPECT_TRUE(right.passed) << right.reason;
     const uint32_t first = test_.rows[1];
     const float other = std::nextafter(Out()[first * Width() + 7], 100.0f);
     for (uint32_t row = first; row < kTokens; ++row) {
-      if (FirstAlike(routing, row) == first) Out()[row * Width() + 7] = other;
+      if (FirstAlike(kind, row) == first) Out()[row * Width() + 7] = other;
     }
     ExpectRejected(absl::StrCat("row ", test_.rows[1], ", column 7 is "), 2e-3,
                    kBits);
@@ -277,30 +278,30 @@ TEST_F(CheckOutputTest, AClassThatPromisesBitsIsHeldToThem) {
 // What one skipped rounding costs is far below the tolerance.
 TEST_F(CheckOutputTest, AClassThatPromisesRoundingBoundariesIsHeldToThem) {
   const char* const kBoundaries = "w4a16.f16.fc1x2.fc2x1";
-  for (const Routing routing : {Routing::kRagged, Routing::kHot}) {
-    Choose(routing, ReferenceMode::kSequential);  // another order of sums
+  for (const DrawKind kind : {DrawKind::kRagged, DrawKind::kHot}) {
+    Choose(kind, ReferenceMode::kSequential);  // another order of sums
     const VerifyResult right = Check(2e-3, kBoundaries);
     EXPECT_TRUE(right.passed) << right.reason;
     EXPECT_GT(right.worst_case_error, 0);
-    Choose(routing, ReferenceMode::kFloat64);  // no rounding at all
+    Choose(kind, ReferenceMode::kFloat64);  // no rounding at all
     EXPECT_TRUE(Check(2e-3, "unknown").passed);
     ExpectRejected("rounding boundaries", 2e-3, kBoundaries);
   }
   // Where the order of sums hardly matters, much less is allowed.
-  Choose(Routing::kOneTerm, ReferenceMode::kSequential);
+  Choose(DrawKind::kOneTerm, ReferenceMode::kSequential);
   EXPECT_LT(Check(2e-3, kBoundaries).worst_one_term_error, 1e-4);
   EXPECT_GT(Check(2e-3, kBoundaries).worst_one_term_error, 0);
 }
 
 TEST_F(CheckOutputTest, NotANumberBelongsWhereTheAnswerIsNone) {
-  Choose(Routing::kExtreme, ReferenceMode::kStaged);
+  Choose(DrawKind::kExtreme, ReferenceMode::kStaged);
   EXPECT_TRUE(Check(1e-3).passed);
   float* const nan = &Out()[3 * Width() + 9];
   ASSERT_TRUE(std::isnan(*nan));
   Out()[16 * Width() + 9] = 0.5f;
   *nan = 0.5f;
   ExpectRejected("row 3, column 9 is 0.5 instead of nan", 1e-3);
-  Choose(Routing::kExtreme, ReferenceMode::kStaged);
+  Choose(DrawKind::kExtreme, ReferenceMode::kStaged);
   Out()[12 * Width() + 9] = std::numeric_limits<float>::quiet_NaN();
   ExpectRejected("row 12 has relative error nan", 1e-3);
 }
@@ -354,7 +355,7 @@ TEST_F(CheckOutputTest, ReportsTheFirstFinding) {
 
 TEST_F(CheckOutputTest, RestoresInputsThatWereWritten) {
   ASSERT_OK_AND_ASSIGN(const size_t set,
-                       bench_->AddInputs(Routing::kUniform, 0, 3));
+                       bench_->AddInputs(DrawKind::kUniform, 0, 3));
   const std::vector<uint64_t> params = bench_->Params(set);
   const auto slot = [&params](FusedMoeParam param) {
     return reinterpret_cast<char*>(params[static_cast<size_t>(param)]);
@@ -385,7 +386,7 @@ using CheckOutputDeathTest = CheckOutputTest;
 
 TEST_F(CheckOutputDeathTest, AnInputEndsWhereTheProcessMayNotRead) {
   ASSERT_OK_AND_ASSIGN(const size_t set,
-                       bench_->AddInputs(Routing::kUniform, 0, 3));
+                       bench_->AddInputs(DrawKind::kUniform, 0, 3));
   const std::vector<uint64_t> params = bench_->Params(set);
   const std::vector<uint64_t> bytes = FusedMoeBytes(SmallGeometry(), 3);
   for (uint32_t slot = 0; slot + 1 < kFusedMoeParamCount; ++slot) {

@@ -177,7 +177,7 @@ std::vector<double> Result(TrellisSource* source) {
   RequestGeometry geometry = served.value();
   geometry.top_k = 2;
   const FusedMoeWorkload workload(geometry, 5);
-  const auto tokens = workload.MakeTokens(Routing::kUniform, 0, 2);
+  const auto tokens = workload.MakeTokens(DrawKind::kUniform, 0, 2);
   std::vector<std::string> slots;
   for (const FusedMoeParam slot : kTrellisSlots) {
     slots.push_back(Read(source, slot));

@@ -388,10 +388,9 @@ absl::StatusOr<std::vector<Verdict>> Judge(
     ASSIGN_OR_RETURN(bench,
                      OpBench::Create(device.get(), request.geometry, kSeed));
     for (const VerifyCase& test : VerifyCases({1, request.capacity})) {
-      RETURN_IF_ERROR(
-          bench->AddInputs(test.routing, test.draw, test.m).status());
-      bench->workload().Expected(test.routing, test.draw, test.rows, 2,
-                                 test.routing == Routing::kUniform
+      RETURN_IF_ERROR(bench->AddInputs(test.kind, test.draw, test.m).status());
+      bench->workload().Expected(test.kind, test.draw, test.rows, 2,
+                                 test.kind == DrawKind::kUniform
                                      ? ReferenceMode::kFloat64
                                      : ReferenceMode::kSequential);
     }

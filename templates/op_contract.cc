@@ -1,0 +1,18 @@
+#include "templates/op_contract.h"
+
+#include "compiler/base/check.h"
+#include "templates/fused_moe/workload.h"
+
+namespace kiln {
+
+const OpContract& ContractOf(const RequestGeometry& geometry) {
+  switch (geometry.op) {
+    case Op::kFusedMoe:
+      return FusedMoeContract();
+    case Op::kLinear:
+      break;
+  }
+  KILN_UNREACHABLE();
+}
+
+}  // namespace kiln
