@@ -68,6 +68,31 @@ class Fields {
   absl::Status status_;
 };
 
+constexpr std::initializer_list<DType> kDTypes = {DType::kF32,  DType::kF16,
+                                                  DType::kBf16, DType::kI16,
+                                                  DType::kI32,  DType::kI64};
+
+void ReadFusedMoe(Fields* fields, RequestGeometry* out) {
+  fields->Number("hidden", &out->hidden);
+  fields->Number("intermediate", &out->intermediate);
+  fields->Number("experts", &out->experts);
+  fields->Number("top_k", &out->top_k);
+  fields->OneOf("activation", {Activation::kSilu}, ActivationName,
+                &out->activation);
+  fields->OneOf("id_dtype", kDTypes, DTypeName, &out->id_dtype);
+  fields->Number("bits_gate", &out->weights.bits.gate);
+  fields->Number("bits_up", &out->weights.bits.up);
+  fields->Number("bits_down", &out->weights.bits.down);
+  fields->Flag("shared_scales", &out->weights.shared_scales);
+}
+
+void ReadLinear(Fields* fields, RequestGeometry* out) {
+  fields->Number("in_features", &out->linear.in_features);
+  fields->Number("out_features", &out->linear.out_features);
+  fields->Flag("bias", &out->linear.bias);
+  fields->Number("bits", &out->linear.bits);
+}
+
 }  // namespace
 
 std::vector<CanonicalField> GeometryAttributes(
@@ -87,29 +112,20 @@ absl::StatusOr<RequestGeometry> GeometryFromAttributes(
     const std::vector<CanonicalField>& attributes) {
   RequestGeometry out;
   Fields fields(attributes);
-  fields.OneOf("op", {Op::kFusedMoe}, OpName, &out.op);
-  fields.Number("hidden", &out.hidden);
-  fields.Number("intermediate", &out.intermediate);
-  fields.Number("experts", &out.experts);
-  fields.Number("top_k", &out.top_k);
-  fields.OneOf("activation", {Activation::kSilu}, ActivationName,
-               &out.activation);
-  fields.OneOf("io_dtype",
-               {DType::kF32, DType::kF16, DType::kBf16, DType::kI16,
-                DType::kI32, DType::kI64},
-               DTypeName, &out.io_dtype);
-  fields.OneOf("id_dtype",
-               {DType::kF32, DType::kF16, DType::kBf16, DType::kI16,
-                DType::kI32, DType::kI64},
-               DTypeName, &out.id_dtype);
+  fields.OneOf("op", {Op::kFusedMoe, Op::kLinear}, OpName, &out.op);
+  switch (out.op) {
+    case Op::kFusedMoe:
+      ReadFusedMoe(&fields, &out);
+      break;
+    case Op::kLinear:
+      ReadLinear(&fields, &out);
+      break;
+  }
+  fields.OneOf("io_dtype", kDTypes, DTypeName, &out.io_dtype);
   fields.OneOf("format", {WeightFormat::kExl3}, WeightFormatName,
                &out.weights.format);
   fields.OneOf("codebook", {Codebook::k3Inst, Codebook::kMcg, Codebook::kMul1},
                CodebookName, &out.weights.codebook);
-  fields.Number("bits_gate", &out.weights.bits.gate);
-  fields.Number("bits_up", &out.weights.bits.up);
-  fields.Number("bits_down", &out.weights.bits.down);
-  fields.Flag("shared_scales", &out.weights.shared_scales);
   fields.OneOf("recipe", {Recipe::kW4A16}, RecipeName, &out.recipe);
   fields.Flag("deterministic", &out.deterministic);
   RETURN_IF_ERROR(fields.status());

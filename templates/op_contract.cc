@@ -2,6 +2,7 @@
 
 #include "compiler/base/check.h"
 #include "templates/fused_moe/workload.h"
+#include "templates/linear/workload.h"
 
 namespace kiln {
 
@@ -10,7 +11,7 @@ const OpContract& ContractOf(const RequestGeometry& geometry) {
     case Op::kFusedMoe:
       return FusedMoeContract();
     case Op::kLinear:
-      break;
+      return LinearContract();
   }
   KILN_UNREACHABLE();
 }

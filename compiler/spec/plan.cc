@@ -77,10 +77,6 @@ std::string PlanBody::Label() const {
 
 absl::Status ValidatePlan(const Plan& plan) {
   const PlanBody& body = plan.body;
-  if (plan.geometry.op != Op::kFusedMoe) {
-    return Broken(plan, absl::StrCat("is for op ", OpName(plan.geometry.op),
-                                     ", this build stores plans of fused_moe"));
-  }
   if (plan.interval.m_min < 1 || plan.interval.m_min > plan.interval.m_max) {
     return Broken(plan, absl::StrCat("interval ", plan.interval.m_min, "..",
                                      plan.interval.m_max, " is empty"));

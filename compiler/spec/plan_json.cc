@@ -169,7 +169,22 @@ LaunchTerm TermFromJson(Fields* fields, const JsonNode& node) {
   return term;
 }
 
+Json LinearToJson(const RequestGeometry& geometry) {
+  const LinearShape& shape = geometry.linear;
+  return {{"op", Str(OpName(geometry.op))},
+          {"in_features", shape.in_features},
+          {"out_features", shape.out_features},
+          {"bias", shape.bias},
+          {"io_dtype", Str(DTypeName(geometry.io_dtype))},
+          {"format", Str(WeightFormatName(geometry.weights.format))},
+          {"codebook", Str(CodebookName(geometry.weights.codebook))},
+          {"bits", shape.bits},
+          {"recipe", Str(RecipeName(geometry.recipe))},
+          {"deterministic", geometry.deterministic}};
+}
+
 Json GeometryToJson(const RequestGeometry& geometry) {
+  if (geometry.op == Op::kLinear) return LinearToJson(geometry);
   const Weights& weights = geometry.weights;
   return {{"op", Str(OpName(geometry.op))},
           {"hidden", geometry.hidden},
@@ -189,29 +204,47 @@ Json GeometryToJson(const RequestGeometry& geometry) {
           {"deterministic", geometry.deterministic}};
 }
 
+void FusedMoeFromJson(Fields* fields, RequestGeometry* out) {
+  out->hidden = fields->Integer<int64_t>("hidden");
+  out->intermediate = fields->Integer<int64_t>("intermediate");
+  out->experts = fields->Integer<int64_t>("experts");
+  out->top_k = fields->Integer<int64_t>("top_k");
+  out->activation = fields->Word<Activation>("activation", {Activation::kSilu},
+                                             ActivationName);
+  out->id_dtype =
+      fields->Word<DType>("id_dtype", {DType::kI32, DType::kI64}, DTypeName);
+  out->weights.bits.gate = fields->Integer<int>("bits_gate");
+  out->weights.bits.up = fields->Integer<int>("bits_up");
+  out->weights.bits.down = fields->Integer<int>("bits_down");
+  out->weights.shared_scales = fields->Flag("shared_scales");
+}
+
+void LinearFromJson(Fields* fields, RequestGeometry* out) {
+  out->linear.in_features = fields->Integer<int64_t>("in_features");
+  out->linear.out_features = fields->Integer<int64_t>("out_features");
+  out->linear.bias = fields->Flag("bias");
+  out->linear.bits = fields->Integer<int>("bits");
+}
+
 RequestGeometry GeometryFromJson(const JsonNode& node, absl::Status* status) {
   Fields fields(node, status);
   RequestGeometry out;
-  out.op = fields.Word<Op>("op", {Op::kFusedMoe}, OpName);
-  out.hidden = fields.Integer<int64_t>("hidden");
-  out.intermediate = fields.Integer<int64_t>("intermediate");
-  out.experts = fields.Integer<int64_t>("experts");
-  out.top_k = fields.Integer<int64_t>("top_k");
-  out.activation = fields.Word<Activation>("activation", {Activation::kSilu},
-                                           ActivationName);
+  out.op = fields.Word<Op>("op", {Op::kFusedMoe, Op::kLinear}, OpName);
+  switch (out.op) {
+    case Op::kFusedMoe:
+      FusedMoeFromJson(&fields, &out);
+      break;
+    case Op::kLinear:
+      LinearFromJson(&fields, &out);
+      break;
+  }
   out.io_dtype =
       fields.Word<DType>("io_dtype", {DType::kBf16, DType::kF16}, DTypeName);
-  out.id_dtype =
-      fields.Word<DType>("id_dtype", {DType::kI32, DType::kI64}, DTypeName);
   out.weights.format = fields.Word<WeightFormat>(
       "format", {WeightFormat::kExl3}, WeightFormatName);
   out.weights.codebook = fields.Word<Codebook>(
       "codebook", {Codebook::k3Inst, Codebook::kMcg, Codebook::kMul1},
       CodebookName);
-  out.weights.bits.gate = fields.Integer<int>("bits_gate");
-  out.weights.bits.up = fields.Integer<int>("bits_up");
-  out.weights.bits.down = fields.Integer<int>("bits_down");
-  out.weights.shared_scales = fields.Flag("shared_scales");
   out.recipe = fields.Word<Recipe>("recipe", {Recipe::kW4A16}, RecipeName);
   out.deterministic = fields.Flag("deterministic");
   return out;

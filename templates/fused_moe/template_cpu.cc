@@ -7,14 +7,12 @@
 #include "absl/strings/str_cat.h"
 #include "compiler/base/status_macros.h"
 #include "templates/axes.h"
+#include "templates/cpu/product_axes.h"
 #include "templates/fused_moe/op.h"
 #include "templates/registry.h"
 
 namespace kiln {
 namespace {
-
-// Channels of a block of the elementwise steps; kChunk in cpu.cc.
-constexpr uint32_t kChunk = 512;
 
 uint32_t CeilDiv(int64_t value, int64_t by) {
   return static_cast<uint32_t>((value + by - 1) / by);
@@ -27,9 +25,9 @@ class Template : public KernelTemplate {
   uint32_t version() const override { return 1; }
 
   Digest sources() const override {
-    static const Digest digest =
-        TemplateSourcesDigest({"axes.cc", "fused_moe/cpu.cc", "fused_moe/op.cc",
-                               "fused_moe/template_cpu.cc"});
+    static const Digest digest = TemplateSourcesDigest(
+        {"axes.cc", "cpu/product_axes.cc", "cpu/trellis_product.h",
+         "fused_moe/cpu.cc", "fused_moe/op.cc", "fused_moe/template_cpu.cc"});
     return digest;
   }
 
@@ -48,20 +46,22 @@ class Template : public KernelTemplate {
 
   ParamSpace Enumerate(const Problem& problem,
                        size_t points_max) const override {
-    const std::vector<Axis> axes = Axes(problem);
+    const std::vector<Axis> axes = CpuProductAxes(problem);
     return OrderPoints(
         axes, {"k_tile", "unroll"},
-        [&](const AxisPoint& point) { return Constraint(problem, point); },
+        [&](const AxisPoint& point) {
+          return CpuProductConstraint(problem, point);
+        },
         [&](const AxisPoint& point) { return Cost(problem, point); },
         points_max);
   }
 
   absl::StatusOr<PlanBody> MakeBody(
       const Problem& problem, const Assignment& assignment) const override {
-    const std::vector<Axis> axes = Axes(problem);
+    const std::vector<Axis> axes = CpuProductAxes(problem);
     RETURN_IF_ERROR(CheckAssignment(axes, assignment));
     const std::string broken =
-        Constraint(problem, AxisPoint(&axes, assignment));
+        CpuProductConstraint(problem, AxisPoint(&axes, assignment));
     if (!broken.empty()) return absl::InvalidArgumentError(broken);
     const RequestGeometry& geometry = problem.geometry;
     PlanBody body;
@@ -86,59 +86,14 @@ class Template : public KernelTemplate {
   }
 
  private:
-  static std::vector<Axis> Axes(const Problem& problem) {
-    const int64_t processors = std::max(1, problem.device.multiprocessors);
-    std::vector<int64_t> threads = {processors};
-    if (processors > 1) threads.push_back((processors + 1) / 2);
-    return {{"tokens_tile", {1, 2, 4, 8, 16}},
-            {"channels_tile", {32, 64, 128, 256}},
-            {"k_tile", {64, 128}},
-            {"unroll", {1, 2}},
-            {"threads", threads}};
-  }
-
-  // Output channels that cpu.cc decodes together.
-  static int64_t Group(const Target& target) {
-    return target.level >= 4 ? 32 : 16;
-  }
-
-  // Empty, or the rule that the point breaks.
-  static std::string Constraint(const Problem& problem,
-                                const AxisPoint& point) {
-    const int64_t together = Group(problem.device.target) * point.at("unroll");
-    if (point.at("channels_tile") % together != 0) {
-      return absl::StrCat("channels_tile ", point.at("channels_tile"),
-                          " is no multiple of the ", together,
-                          " channels that are decoded together");
-    }
-    return "";
-  }
-
-  // Seconds on a nominal core; only the order matters. Each weight of a tile
-  // is decoded once and multiplied with every row of the tile, empty rows
-  // included.
   static double Cost(const Problem& problem, const AxisPoint& point) {
-    constexpr double kDecode = 1.0e-9;
-    constexpr double kMultiply = 0.06e-9;
     const RequestGeometry& geometry = problem.geometry;
-    const auto tile = static_cast<uint32_t>(point.at("tokens_tile"));
-    const double tiles =
-        FusedMoeTilesExpected(geometry, tile, problem.interval.m_max);
+    const double tiles = FusedMoeTilesExpected(
+        geometry, static_cast<uint32_t>(point.at("tokens_tile")),
+        problem.interval.m_max);
     const double weights = 3.0 * static_cast<double>(geometry.hidden) *
                            static_cast<double>(geometry.intermediate);
-    const double work = tiles * weights * (kDecode + kMultiply * tile);
-    const auto threads = static_cast<double>(point.at("threads"));
-    // Blocks are claimed one by one: few large ones leave threads idle at the
-    // end of a step.
-    const double blocks =
-        std::max(1.0, tiles * static_cast<double>(geometry.intermediate) /
-                          static_cast<double>(point.at("channels_tile")));
-    double cost = work / threads * (1 + threads / blocks);
-    // Preferences between near-equals, from measurements on AVX-512.
-    if (point.at("channels_tile") != 64) cost *= 1.01;
-    if (point.at("unroll") != 1) cost *= 1.005;
-    if (point.at("k_tile") != 128) cost *= 1.002;
-    return cost;
+    return CpuProductCost(point, tiles, weights, geometry.intermediate);
   }
 
   SourceUnit Unit(const RequestGeometry& geometry,
@@ -147,12 +102,10 @@ class Template : public KernelTemplate {
     unit.name = "fused_moe/cpu.cc";
     unit.template_version = version();
     unit.compute_dtype = "f16";
-    unit.text = absl::StrCat(
-        FusedMoePrelude(geometry),
-        AxisPrelude(assignment,
-                    {"tokens_tile", "channels_tile", "k_tile", "unroll"}),
-        TemplateText("fused_moe/cpu.cc"));
-    unit.headers = DeviceHeaders();
+    unit.text = absl::StrCat(FusedMoePrelude(geometry),
+                             AxisPrelude(assignment, CpuProductMacros()),
+                             TemplateText("fused_moe/cpu.cc"));
+    unit.headers = CpuHeaders();
     unit.entries = {"kiln_moe_cpu_activate", "kiln_moe_cpu_combine",
                     "kiln_moe_cpu_fc1",      "kiln_moe_cpu_fc2",
                     "kiln_moe_cpu_rotate",   "kiln_moe_cpu_route"};
@@ -187,9 +140,9 @@ class Template : public KernelTemplate {
     const LaunchDim one = LaunchDim::Constant(1);
     const LaunchDim tile_dim = FusedMoeTiles(geometry, tile, 1);
     const LaunchDim hidden_chunks =
-        LaunchDim::Constant(CeilDiv(geometry.hidden, kChunk));
+        LaunchDim::Constant(CeilDiv(geometry.hidden, kCpuChunk));
     const LaunchDim inter_chunks =
-        LaunchDim::Constant(CeilDiv(geometry.intermediate, kChunk));
+        LaunchDim::Constant(CeilDiv(geometry.intermediate, kCpuChunk));
     const LaunchDim hidden_strips =
         LaunchDim::Constant(CeilDiv(geometry.hidden, strip));
     const LaunchDim inter_strips =
