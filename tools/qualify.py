@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Qualifies the templates of a target on this machine's device.
 
-Runs tests/qualification/suite.v1.json: prewarm verifies every candidate of
-every request against the float64 oracle, freeze packs the winners, and
+Runs tests/qualification/suite.v1.json, as far as its requests are for ops that
+templates of the target serve: prewarm verifies every candidate of every request
+against the float64 oracle, freeze packs the winners, and
 `kiln run --check` launches each entry through the runtime at the edges and
 inside of its intervals, once directly and once replayed with changed inputs and
 routes. Writes the receipt, which `kiln freeze` looks up:
@@ -65,17 +66,22 @@ def main():
                               "tests", "qualification"))
     arguments = parser.parse_args()
 
-    suite = os.path.join(arguments.suite, SUITE)
-    with open(suite, encoding="utf-8") as handle:
-        requests = json.load(handle)["requests"]
+    with open(os.path.join(arguments.suite, SUITE), encoding="utf-8") as handle:
+        manifest = json.load(handle)
     with tempfile.TemporaryDirectory() as folder:
         kiln = [arguments.kiln, "--json", "--cache",
                 os.path.join(folder, "cache")]
         bundle = os.path.join(folder, "suite.kiln")
         backend = "cuda" if arguments.target.startswith("sm_") else "cpu"
+        doctor = last_object(call(kiln + ["doctor"]))
+        ops = {template["op"] for template in doctor["templates"]
+               if template["backend"] == backend}
+        requests = [r for r in manifest["requests"] if r["op"] in ops]
+        suite = os.path.join(folder, SUITE)
+        with open(suite, "w", encoding="utf-8") as out:
+            json.dump({**manifest, "requests": requests}, out)
         options = [suite, "--target", arguments.target,
                    "--max-candidates", str(CANDIDATES[backend])]
-        doctor = last_object(call(kiln + ["doctor"]))
         prewarm = last_object(call(kiln + ["prewarm", *options,
                                            "--budget", "0.05"]))
         if not prewarm["complete"] or prewarm["rejects"]:

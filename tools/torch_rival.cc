@@ -24,6 +24,11 @@ namespace kiln {
 absl::StatusOr<std::unique_ptr<TorchRival>> TorchRival::Start(
     const std::string& python, const RequestGeometry& geometry,
     const DeviceProfile& device, int ordinal) {
+  if (geometry.op != Op::kFusedMoe) {
+    return absl::UnimplementedError(absl::StrCat(
+        "PyTorch is compared with entries of fused_moe only, found ",
+        geometry.ToString(), "; name another entry by --entry"));
+  }
   const bool gpu = device.target.backend == Backend::kCuda;
   const nlohmann::json spec = {
       {"hidden", geometry.hidden},

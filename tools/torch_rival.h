@@ -24,8 +24,8 @@ class TorchRival {
  public:
   // Starts `python` with the embedded script and waits until the weights are
   // made.
-  //   Errors: Unavailable, with what Python said last, when it or PyTorch is
-  //   missing or fails.
+  //   Errors: Unimplemented for an op that is not fused_moe; Unavailable, with
+  //   what Python said last, when it or PyTorch is missing or fails.
   static absl::StatusOr<std::unique_ptr<TorchRival>> Start(
       const std::string& python, const RequestGeometry& geometry,
       const DeviceProfile& device, int ordinal);

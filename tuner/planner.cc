@@ -25,6 +25,17 @@ constexpr uint64_t kGridMax[3] = {0x7FFFFFFF, 65535, 65535};
 // than all else here.
 constexpr size_t kPrunedNamed = 64;
 
+// "cpu", or "cpu and cuda": those with templates for the op.
+std::string BackendsOf(Op op) {
+  std::vector<absl::string_view> names;
+  for (const Backend backend : {Backend::kCpu, Backend::kCuda}) {
+    if (!TemplatesFor(op, backend).empty()) {
+      names.push_back(BackendName(backend));
+    }
+  }
+  return absl::StrJoin(names, " and ");
+}
+
 // Empty, or why no runtime would take the body at m_max tokens.
 std::string LimitThatBreaks(const PlanBody& body, uint32_t m_max) {
   if (body.arena.bytes > kArenaBytesMax) {
@@ -76,9 +87,11 @@ absl::Status CheckOpsServed(const Manifest& manifest,
       if (!TemplatesOf(op, target.backend, attached).empty()) continue;
       return absl::UnimplementedError(absl::StrCat(
           "no template of this build serves op ", OpName(op), " on ",
-          target.ToString(), ", which request \"", request.name,
-          "\" is for; take such requests out of the manifest, or use a build "
-          "that has a template for them"));
+          target.ToString(), ", which request \"", request.name, "\" is for; ",
+          "templates for it are for ", BackendsOf(op),
+          " targets; take such requests out of the manifest, or use a build "
+          "that has a "
+          "template for them"));
     }
   }
   return absl::OkStatus();

@@ -401,18 +401,23 @@ TEST(BundleAttributesTest, GeometryComesBackFromItsFields) {
               ::kiln::testing::IsOkAndHolds(geometry));
 }
 
-// What reads bundles knows fused_moe only.
-TEST(BundleAttributesTest, RefusesTheGeometryOfLinear) {
+RequestGeometry LinearGeometry() {
   RequestGeometry geometry;
   geometry.op = Op::kLinear;
-  geometry.linear = {.in_features = 128, .out_features = 256, .bits = 4};
-  EXPECT_THAT(GeometryFromAttributes(GeometryAttributes(geometry)),
-              StatusIs(kInvalid, HasSubstr("geometry field op is 'linear', "
-                                           "which this build does not read")));
+  geometry.linear = {
+      .in_features = 128, .out_features = 256, .bits = 4, .bias = true};
+  geometry.io_dtype = DType::kF16;
+  geometry.weights.codebook = Codebook::k3Inst;
+  return geometry;
 }
 
-TEST(BundleAttributesTest, RefusesFieldsThatWereNotWritten) {
-  const std::vector<CanonicalField> good = GeometryAttributes(TinyGeometry());
+TEST(BundleAttributesTest, TheGeometryOfLinearComesBackToo) {
+  EXPECT_THAT(GeometryFromAttributes(GeometryAttributes(LinearGeometry())),
+              ::kiln::testing::IsOkAndHolds(LinearGeometry()));
+}
+
+void ExpectEveryFieldIsNeeded(const RequestGeometry& geometry) {
+  const std::vector<CanonicalField> good = GeometryAttributes(geometry);
   for (size_t i = 0; i < good.size(); ++i) {
     std::vector<CanonicalField> fields = good;
     fields.erase(fields.begin() + static_cast<ptrdiff_t>(i));
@@ -426,6 +431,11 @@ TEST(BundleAttributesTest, RefusesFieldsThatWereNotWritten) {
     fields.push_back(good[i]);
     EXPECT_THAT(GeometryFromAttributes(fields), StatusIs(kInvalid));
   }
+}
+
+TEST(BundleAttributesTest, RefusesFieldsThatWereNotWritten) {
+  ExpectEveryFieldIsNeeded(TinyGeometry());
+  ExpectEveryFieldIsNeeded(LinearGeometry());
 }
 
 }  // namespace

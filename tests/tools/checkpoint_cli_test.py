@@ -207,15 +207,27 @@ class DenseCliTest(CliTest):
         self.assertIn("has no layer 3; it has 0..2, of which the last is the "
                       "head", done.stderr)
 
-    def test_no_template_serves_what_describe_writes(self):
+    def test_no_template_serves_what_describe_writes_on_gpus(self):
         path = self.at("model.json")
         self.kiln("describe", self.checkpoint, "-o", path)
         for verb in ("plan", "prewarm"):
-            done = self.kiln(verb, path, "--target", "cpu-x86-64-v2", code=4)
+            done = self.kiln(verb, path, "--target", "sm_90a", code=4)
             self.assertIn("no template of this build serves op linear on "
-                          "cpu-x86-64-v2, which request \"q_proj\" is for",
+                          "sm_90a, which request \"q_proj\" is for",
                           done.stderr)
         self.assertFalse(os.path.exists(self.at("cache")))
+
+    @unittest.skipUnless(HAS_COMPILER, "needs kiln-cc-cpu")
+    def test_what_describe_writes_is_served_on_the_cpu(self):
+        path, bundle = self.at("model.json"), self.at("model.kiln")
+        self.kiln("describe", self.checkpoint, "-o", path)
+        few = ["--target", "cpu", "--max-capacity", "4",
+               "--max-candidates", "1"]
+        self.kiln("prewarm", path, *few, "--budget", "0.05")
+        self.kiln("freeze", path, *few, "-o", bundle, "--allow-unqualified")
+        for entry in ("q_proj", "down_proj-1", "lm_head"):
+            self.kiln("run", bundle, "--entry", entry, "--tokens", "3",
+                      "--check", "--allow-unqualified")
 
     def test_encode_makes_a_dense_checkpoint(self):
         write_real_dense_checkpoint(self.at("real"))

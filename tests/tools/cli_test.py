@@ -42,6 +42,12 @@ REQUEST = {
     "weights": {"format": "exl3", "codebook": "mcg", "bits": 4},
     "recipe": "w4a16", "capacities": [1, 4, 8]}
 
+LINEAR = {
+    "name": "q_proj", "op": "linear", "layers": 2, "in_features": 256,
+    "out_features": 128, "bias": True, "io_dtype": "bf16", "recipe": "w4a16",
+    "weights": {"format": "exl3", "codebook": "mcg", "bits": 4},
+    "capacities": [1, 4]}
+
 
 def manifest(*requests):
     return {"schema": "kiln.model/1", "name": "Small",
@@ -168,6 +174,116 @@ def frozen_bundle():
 
 
 # ---- what works --------------------------------------------------------------
+
+
+@need_cc_cpu
+class LinearTest(CliTest):
+    """A manifest of both ops from prewarm to report."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.manifest = write("mixed.json", manifest(
+            LINEAR, {**REQUEST, "capacities": [2]},
+            {**LINEAR, "name": "o_proj", "bias": False, "io_dtype": "f16",
+             "in_features": 128, "out_features": 384,
+             "weights": {"format": "exl3", "codebook": "3inst", "bits": 3},
+             "capacities": [17]}))
+        cls.bundle = SCRATCH / "mixed.kiln"
+        cls.cold = kiln("--json", "prewarm", cls.manifest, *CPU, "--budget",
+                        "0.05", cache="mixed")
+        assert cls.cold.code == DONE, cls.cold
+        frozen = kiln("freeze", cls.manifest, *CPU, "--keep-intervals",
+                      "--allow-unqualified", "-o", cls.bundle, cache="mixed")
+        assert frozen.code == DONE, frozen
+
+    def test_prewarm_races_both_ops_and_again_does_nothing(self):
+        report = self.cold.json()
+        self.assertEqual((report["intervals"], report["winners"]), (4, 4))
+        self.assertEqual(report["rejects"], 0)
+        again = kiln("--json", "prewarm", self.manifest, *CPU, "--budget",
+                     "0.05", cache="mixed").json()
+        self.assertEqual(again["programs_compiled"], 0)
+        self.assertEqual(again["launches"], 0)
+
+    def test_a_manifest_of_linear_alone_is_served(self):
+        path = write("alone.json", manifest(LINEAR))
+        result = kiln("--json", "plan", path, *CPU, cache="none")
+        self.assertEqual(result.code, DONE, result)
+        self.assertIn("linear.cpu{", result.out)
+        report = kiln("--json", "prewarm", path, *CPU, "--budget", "0.05",
+                      cache="mixed").json()
+        self.assertEqual((report["winners"], report["launches"]), (2, 0))
+
+    def test_run_checks_every_size(self):
+        for entry, sizes in (("q_proj", range(1, 5)), ("moe", (1, 2)),
+                             ("o_proj", (1, 15, 16, 17))):
+            for tokens in sizes:
+                result = kiln("--json", "run", self.bundle, "--entry", entry,
+                              "--tokens", tokens, "--check",
+                              "--allow-unqualified")
+                self.assertEqual(result.code, DONE, result)
+                report = result.json()
+                self.assertIs(report["passed"], True)
+                self.assertIs(report["replayed"], True)
+                self.assertGreater(report["worst_error"], 0)
+        self.refuse(REFUSED, args=["run", self.bundle, "--entry", "q_proj",
+                                   "--tokens", 5, "--allow-unqualified"])
+
+    def test_verify_repeats_the_results_of_freeze(self):
+        result = kiln("verify", self.bundle, "--selftest",
+                      "--allow-unqualified")
+        self.assertEqual(result.code, DONE, result)
+
+    def test_inspect_shows_the_geometry_and_the_parameters(self):
+        shown = kiln("--json", "inspect", self.bundle).json()
+        entries = {e["name"]: e for e in shown["sections"][0]["entries"]}
+        self.assertEqual(
+            {name: entry["op"] for name, entry in entries.items()},
+            {"moe": "fused_moe", "o_proj": "linear", "q_proj": "linear"})
+        self.assertEqual(entries["q_proj"]["geometry"],
+                         "linear [256, 128] exl3-mcg K4 w4a16 bf16 bias")
+        plan = entries["q_proj"]["plans"][0]
+        self.assertTrue(plan["label"].startswith("linear.cpu{"), plan)
+
+    def test_bench_times_both_ops(self):
+        result = kiln("--json", "bench", self.bundle, "--blocks", "2",
+                      "--allow-unqualified")
+        self.assertEqual(result.code, DONE, result)
+        rows = {(r["entry"], r["tokens"]): r for r in result.json()["rows"]}
+        self.assertEqual(set(rows), {("moe", 2), ("o_proj", 17),
+                                     ("q_proj", 1), ("q_proj", 4)})
+        row = rows["q_proj", 4]
+        # 256 * 128 weights of 4 bits, scales and bias, x and out.
+        self.assertAlmostEqual(
+            row["bytes_per_s"] * row["ns"] / 1e9,
+            256 * 128 / 2 + (256 + 2 * 128) * 2 + 4 * (256 * 2 + 128 * 4))
+        self.assertAlmostEqual(row["flops_per_s"] * row["ns"] / 1e9,
+                               2 * 256 * 128 * 4)
+        self.refuse(REFUSED, "fused_moe only", "linear [256, 128]", args=[
+            "bench", self.bundle, "--compare", "torch", "--entry", "q_proj",
+            "--allow-unqualified"])
+
+    def test_explain_replay_and_report_know_it(self):
+        result = kiln("--json", "explain", self.manifest, *CPU, "--entry",
+                      "q_proj", "--tokens", "3", cache="mixed")
+        self.assertEqual(result.code, DONE, result)
+        (interval,) = result.json()["intervals"]
+        self.assertEqual((interval["m_min"], interval["m_max"]), (2, 4))
+        self.assertTrue(interval["winner"].startswith("linear.cpu{"))
+        replayed = kiln("replay", cache="mixed")
+        self.assertEqual(replayed.code, DONE, replayed)
+        self.assertIn("linear [256, 128]", replayed.out)
+        page = SCRATCH / "mixed.html"
+        result = kiln("report", "-o", page, cache="mixed")
+        self.assertEqual(result.code, DONE, result)
+        self.assertIn("linear [128, 384]", page.read_text())
+
+    def test_diff_tells_two_bundles_apart(self):
+        same = kiln("diff", self.bundle, self.bundle)
+        self.assertEqual(same.code, DONE, same)
+        other = kiln("diff", frozen_bundle(), self.bundle)
+        self.assertEqual(other.code, FAILED, other)
+        self.assertIn("q_proj", other.out)
 
 
 @need_cc_cpu
@@ -713,26 +829,20 @@ class MissingThingsTest(CliTest):
         self.assertFalse((SCRATCH / "no_cc.kiln").exists())
 
     def test_an_op_that_no_template_serves_is_refused_and_makes_nothing(self):
-        linear = {"name": "q_proj", "op": "linear", "layers": 2,
-                  "in_features": 256, "out_features": 128,
-                  "io_dtype": "bf16", "recipe": "w4a16",
-                  "weights": {"format": "exl3", "codebook": "mcg", "bits": 4},
-                  "capacities": [1, 4]}
         file = SCRATCH / "linear.kiln"
-        for path in (write("linear.json", manifest(linear)),
-                     write("both.json", manifest(REQUEST, linear))):
-            for target in ("cpu-x86-64-v2", "sm_90a"):
-                for verb in (["plan"], ["prewarm"],
-                             ["prewarm", "--compile-only"],
-                             ["freeze", "-o", file],
-                             ["explain", "--entry", "q_proj", "--tokens", "1"]):
-                    self.refuse(REFUSED, "no template of this build serves op "
-                                f"linear on {target}", 'request "q_proj"',
-                                "take such requests out of the manifest",
-                                args=[verb[0], path, "--target", target,
-                                      *verb[1:]], cache="linear")
+        for path in (write("linear.json", manifest(LINEAR)),
+                     write("both.json", manifest(REQUEST, LINEAR))):
+            for verb in (["plan"], ["prewarm"], ["prewarm", "--compile-only"],
+                         ["freeze", "-o", file],
+                         ["explain", "--entry", "q_proj", "--tokens", "1"]):
+                self.refuse(REFUSED, "no template of this build serves op "
+                            "linear on sm_90a", 'request "q_proj"',
+                            "templates for it are for cpu targets",
+                            "take such requests out of the manifest",
+                            args=[verb[0], path, "--target", "sm_90a",
+                                  *verb[1:]], cache="no linear")
         self.assertFalse(file.exists())
-        self.assertFalse((SCRATCH / "linear").exists())
+        self.assertFalse((SCRATCH / "no linear").exists())
 
     @need_nvrtc
     def test_without_a_gpu_plans_are_predicted_and_incomplete(self):

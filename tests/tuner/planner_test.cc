@@ -359,23 +359,36 @@ TEST(PlannerTest, SaysSoWhenNoTemplateServesTheOp) {
                          "exl3-mcg K4 w4a16 bf16 on sm_90a")));
 }
 
+TEST(PlannerTest, PlansLinearOnTheCpu) {
+  ASSERT_OK_AND_ASSIGN(
+      const IntervalPlan plan,
+      Planner(Linear(), ProfileOf("cpu-x86-64-v3"), TestToolchain(), {4})
+          .Plan({5, 17}));
+  EXPECT_EQ(plan.candidates.size(), 4u);
+  for (const PlannedCandidate& candidate : plan.candidates) {
+    EXPECT_EQ(candidate.body.template_name, "linear.cpu");
+  }
+}
+
 TEST(CheckOpsServedTest, NamesTheRequestTheTargetAndWhatToDo) {
   Manifest manifest;
   manifest.requests.resize(1);
   manifest.requests[0].name = "moe";
   manifest.requests[0].geometry = Qwen();
-  const std::vector<Target> targets = {ProfileOf("cpu-x86-64-v3").target,
-                                       ProfileOf("sm_90a").target};
+  const Target cpu = ProfileOf("cpu-x86-64-v3").target;
+  const std::vector<Target> targets = {cpu, ProfileOf("sm_90a").target};
   EXPECT_OK(CheckOpsServed(manifest, targets));
   manifest.requests.resize(2);
   manifest.requests[1].name = "q_proj";
   manifest.requests[1].geometry = Linear();
+  EXPECT_OK(CheckOpsServed(manifest, {cpu}));
   EXPECT_THAT(
       CheckOpsServed(manifest, targets),
       StatusIs(absl::StatusCode::kUnimplemented,
                AllOf(HasSubstr("no template of this build serves op linear on "
-                               "cpu-x86-64-v3"),
+                               "sm_90a"),
                      HasSubstr("request \"q_proj\""),
+                     HasSubstr("templates for it are for cpu targets"),
                      HasSubstr("take such requests out of the manifest"))));
 }
 

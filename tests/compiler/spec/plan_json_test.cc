@@ -17,6 +17,7 @@ namespace {
 
 using ::kiln::testing::ExpectGolden;
 using ::kiln::testing::IsOkAndHolds;
+using ::kiln::testing::SampleLinear;
 using ::kiln::testing::SamplePlan;
 using ::kiln::testing::StatusIs;
 using ::testing::HasSubstr;
@@ -25,6 +26,19 @@ using Json = nlohmann::json;
 TEST(PlanJsonTest, RoundTripsEveryField) {
   const Plan plan = SamplePlan();
   EXPECT_THAT(PlanFromJson(PlanToJson(plan)), IsOkAndHolds(plan));
+}
+
+TEST(PlanJsonTest, RoundTripsTheGeometryOfLinear) {
+  Plan plan = SamplePlan();
+  plan.geometry = SampleLinear();
+  const std::string text = PlanToJson(plan);
+  EXPECT_THAT(PlanFromJson(text), IsOkAndHolds(plan));
+  EXPECT_EQ(Json::parse(text)["request"],
+            Json::parse(R"({"op": "linear", "in_features": 4096,
+                            "out_features": 1024, "bias": true, "bits": 5,
+                            "io_dtype": "f16", "format": "exl3",
+                            "codebook": "mul1", "recipe": "w4a16",
+                            "deterministic": true})"));
 }
 
 TEST(PlanJsonTest, IsStable) {
@@ -117,8 +131,8 @@ void AllPointers(const Json& node, const Json::json_pointer& at,
   }
 }
 
-TEST(PlanJsonTest, RefusesEveryMissingExtraOrMistypedMember) {
-  const Json root = Json::parse(PlanToJson(SamplePlan()));
+void ExpectEveryMemberIsNeeded(const Plan& plan) {
+  const Json root = Json::parse(PlanToJson(plan));
   std::vector<Json::json_pointer> pointers;
   AllPointers(root, Json::json_pointer(), &pointers);
   ASSERT_GT(pointers.size(), 100u);
@@ -152,6 +166,16 @@ TEST(PlanJsonTest, RefusesEveryMissingExtraOrMistypedMember) {
           << at << " = " << other;
     }
   }
+}
+
+TEST(PlanJsonTest, RefusesEveryMissingExtraOrMistypedMember) {
+  ExpectEveryMemberIsNeeded(SamplePlan());
+}
+
+TEST(PlanJsonTest, RefusesThemInAPlanOfLinear) {
+  Plan plan = SamplePlan();
+  plan.geometry = SampleLinear();
+  ExpectEveryMemberIsNeeded(plan);
 }
 
 TEST(PlanJsonTest, RefusesValuesOutOfRange) {

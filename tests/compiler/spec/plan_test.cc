@@ -110,8 +110,6 @@ TEST(ValidatePlanTest, RefusesEachBrokenRule) {
   } cases[] = {
       {"interval 0..17 is empty", [](Plan* p) { p->interval.m_min = 0; }},
       {"interval 18..17 is empty", [](Plan* p) { p->interval.m_min = 18; }},
-      {"is for op linear, this build stores plans of fused_moe",
-       [](Plan* p) { p->geometry.op = Op::kLinear; }},
       {"no steps", [](Plan* p) { p->body.steps.clear(); }},
       {"arena of", [](Plan* p) { p->body.arena.bytes += 1; }},
       {"arena of", [](Plan* p) { p->body.arena.bytes = kArenaBytesMax + 256; }},

@@ -19,6 +19,17 @@ inline RequestGeometry SampleGeometry() {
   return geometry;
 }
 
+inline RequestGeometry SampleLinear() {
+  RequestGeometry geometry;
+  geometry.op = Op::kLinear;
+  geometry.linear = {
+      .in_features = 4096, .out_features = 1024, .bits = 5, .bias = true};
+  geometry.io_dtype = DType::kF16;
+  geometry.weights.codebook = Codebook::kMul1;
+  geometry.deterministic = true;
+  return geometry;
+}
+
 inline Plan SamplePlan() {
   Plan plan;
   plan.geometry = SampleGeometry();
