@@ -120,6 +120,19 @@ TEST(FloorTest, CountsBytesDecodeAndMultiplications) {
   EXPECT_EQ(FloorOf(work, Ceilings()).Seconds(), work.decode_seconds);
 }
 
+TEST(FloorTest, CountsTheWorkOfLinear) {
+  RequestGeometry geometry;
+  geometry.op = Op::kLinear;
+  geometry.linear = {
+      .in_features = 4096, .out_features = 1024, .bits = 4, .bias = true};
+  const Work work = WorkOf(geometry, 3, 1, Sample(), false);
+  EXPECT_DOUBLE_EQ(work.weights, 4096.0 * 1024);
+  EXPECT_DOUBLE_EQ(work.bytes, 4096.0 * 1024 / 2 + (4096 + 2 * 1024) * 2.0 +
+                                   3 * (4096 * 2 + 1024 * 4));
+  EXPECT_DOUBLE_EQ(work.flops, 2.0 * 4096 * 1024 * 3);
+  EXPECT_EQ(ExpectedExperts(geometry, 3), 1);
+}
+
 PlanBody BodyOf(int64_t tile, uint32_t blocks) {
   PlanBody body;
   body.template_name = "t";
@@ -154,6 +167,27 @@ TEST(CostModelTest, EmptyRowsAndEmptyRoundsCost) {
   problem.interval = {2049, 4096};
   EXPECT_GT(Predict(problem, BodyOf(8, 13200), model).floor.decode_s,
             10 * Predict(problem, BodyOf(128, 13200), model).floor.decode_s);
+}
+
+// A step counts for as many of the op's matrices as it reads.
+TEST(CostModelTest, StepsThatReadNoMatrixDoNotCount) {
+  Problem problem;
+  problem.geometry = Qwen();
+  problem.device = AssumedProfile(
+      {.backend = Backend::kCuda, .level = 90, .arch_specific = true});
+  const auto waves = [&](const PlanBody& body) {
+    return Predict(problem, body, Sample().Rounded()).waves;
+  };
+  PlanBody both = BodyOf(8, 132);
+  const double full = waves(both);
+  both.steps.push_back(BodyOf(8, 140).steps[0]);
+  both.steps[1].args = {FusedMoeArg(FusedMoeParam::kX)};
+  EXPECT_DOUBLE_EQ(waves(both), full);
+  both.steps[1].args = {FusedMoeArg(FusedMoeParam::kWDown)};
+  const double one_each = waves(both);
+  EXPECT_GT(one_each, full);
+  both.steps[0].args.push_back(FusedMoeArg(FusedMoeParam::kWUp));
+  EXPECT_LT(waves(both), one_each);
 }
 
 TEST(CostModelTest, TheReasonNamesTheBoundAndTheRatio) {

@@ -43,6 +43,59 @@ TEST(MedianNsTest, IsTheMiddleOrTheMeanOfTheMiddleTwo) {
   EXPECT_EQ(median({1e9, 1, 1, 1, 1}), 1) << "one outlier moves nothing";
 }
 
+RequestGeometry LinearGeometry() {
+  RequestGeometry geometry;
+  geometry.op = Op::kLinear;
+  geometry.linear = {
+      .in_features = 256, .out_features = 128, .bits = 4, .bias = true};
+  return geometry;
+}
+
+// Launches that alternate between draws must not find each other's weights in
+// the cache: an op that reads all of them gets a copy for each draw.
+TEST(AddColdDrawsTest, CopiesTheWeightsOfAnOpThatReadsAllOfThem) {
+  ASSERT_OK_AND_ASSIGN(const Target target, HostCpuTarget());
+  ASSERT_OK_AND_ASSIGN(const auto device, OpenCpuDevice(target));
+  for (const RequestGeometry& geometry : {LinearGeometry(), SmallGeometry()}) {
+    SCOPED_TRACE(geometry.ToString());
+    const bool linear = geometry.op == Op::kLinear;
+    ASSERT_OK_AND_ASSIGN(const auto bench,
+                         OpBench::Create(device.get(), geometry, 1));
+    ASSERT_OK(bench->Reserve(3, 0));
+    ASSERT_OK_AND_ASSIGN(const std::vector<std::vector<uint64_t>> draws,
+                         AddColdDraws(bench.get(), 5, 3, false));
+    ASSERT_GE(draws.size(), 2u);
+    for (size_t slot = 0; slot < draws[0].size(); ++slot) {
+      std::set<uint64_t> places;
+      for (const std::vector<uint64_t>& params : draws) {
+        places.insert(params[slot]);
+      }
+      const absl::string_view bytes = bench->workload().Constant(slot);
+      const bool output = bench->contract().Params(geometry)[slot].output;
+      EXPECT_EQ(places.size(),
+                output || (!bytes.empty() && !linear) ? 1 : draws.size())
+          << slot;
+      for (const uint64_t place : places) {
+        EXPECT_EQ(absl::string_view(reinterpret_cast<const char*>(place),
+                                    bytes.size()),
+                  bytes);
+      }
+    }
+    EXPECT_OK(bench->CheckInputs());
+    if (linear) {
+      // A write to a copy is seen and undone.
+      auto* const suh = reinterpret_cast<char*>(draws[1][2]);
+      suh[3] ^= 1;
+      EXPECT_THAT(bench->RestoreInputs(),
+                  testing::IsOkAndHolds(HasSubstr("suh was written")));
+      EXPECT_OK(bench->CheckInputs());
+    }
+    ASSERT_OK_AND_ASSIGN(const std::vector<std::vector<uint64_t>> warm,
+                         AddColdDraws(bench.get(), 5, 3, true));
+    EXPECT_EQ(warm.size(), 1u);
+  }
+}
+
 Assignment TileOf(int64_t tokens) {
   Assignment assignment = SmallAssignment();
   assignment["tokens_tile"] = tokens;
