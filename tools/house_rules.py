@@ -209,8 +209,9 @@ class Tree:
         """The file that a quoted include names, or None."""
         if include in self.texts:
             return include
-        # Device headers have the virtual name "device/x.h" for every compiler.
-        if include.startswith("device/"):
+        # Device headers have the virtual name "device/x.h" for every compiler,
+        # what CPU kernels share "cpu/x.h".
+        if include.startswith(("device/", "cpu/")):
             return "templates/" + include
         return None
 
@@ -220,9 +221,13 @@ class Tree:
             self.complain(path, 1, "belongs to no box: add it to BOX_OF_PATH "
                           "in tools/house_rules.py")
             return
-        kernel = re.match(r"templates/device/|templates/[^/]+/[^/]*\.cu$|"
-                          r"templates/[^/]+/cpu[^/]*\.cc$|"
-                          r"tools/examples/package_[^/]+/", path)
+        kernel = ()  # virtual folders that code for a device may include from
+        if re.match(r"templates/device/|templates/[^/]+/[^/]*\.cu$|"
+                    r"tools/examples/package_[^/]+/", path):
+            kernel = ("device/",)
+        elif re.match(r"templates/[^/]+/cpu[^/]*\.cc$|"
+                      r"templates/cpu/trellis_product\.h$", path):
+            kernel = ("cpu/", "device/")
         lines = without_raw_strings(self.texts[path]).split("\n")
         for number, line in enumerate(lines, 1):
             match = INCLUDE.match(line)
@@ -234,9 +239,10 @@ class Tree:
                 if header.match(name) and not owners.match(path):
                     self.complain(path, number,
                                   f"must not include {name}: {reason}")
-            if kernel and (angled or not quoted.startswith("device/")):
+            if kernel and (angled or not quoted.startswith(kernel)):
                 self.complain(path, number, f"device code includes {name}: only "
-                              "\"device/...\" headers exist for its compilers")
+                              f"headers under {' and '.join(kernel)} exist for "
+                              "its compilers")
             if not quoted or quoted.startswith(EXTERNAL):
                 continue
             target = self.resolve(path, quoted)

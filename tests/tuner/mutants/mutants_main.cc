@@ -111,6 +111,7 @@ absl::Status Face(const MutantSuite& suite, const MutantRequest& request,
   std::vector<const Mutant*> mutants;
   for (Subject& subject : *subjects) {
     if (subject.fate != Fate::kPending) continue;
+    if (!Contains(suite, request, subject.mutant.rule->file)) continue;
     pending.push_back(&subject);
     mutants.push_back(&subject.mutant);
   }

@@ -49,11 +49,22 @@ RequestGeometry Shared(RequestGeometry geometry) {
   return geometry;
 }
 
+RequestGeometry Linear(int64_t in, int64_t out, Codebook codebook, int bits,
+                       bool bias) {
+  RequestGeometry geometry;
+  geometry.op = Op::kLinear;
+  geometry.linear = {
+      .in_features = in, .out_features = out, .bits = bits, .bias = bias};
+  geometry.weights.codebook = codebook;
+  geometry.io_dtype = bias ? DType::kBf16 : DType::kF16;
+  return geometry;
+}
+
 // The units of a request with one file replaced.
 std::vector<SourceUnit> UnitsOf(const MutantSuite& suite,
                                 const MutantRequest& request,
                                 const Mutant* mutant) {
-  std::vector<SourceUnit> units = suite.kernel->MakeUnits(
+  std::vector<SourceUnit> units = request.kernel->MakeUnits(
       request.geometry, suite.device.target, request.assignment);
   if (mutant == nullptr) return units;
   for (SourceUnit& unit : units) {
@@ -93,7 +104,7 @@ std::string JudgeHere(const MutantSuite& suite, const MutantRequest& request,
     }
     const Interval interval = {1, request.capacity};
     DeviceProfile profile = suite.device;
-    ASSIGN_OR_RETURN(PlanBody body, suite.kernel->MakeBody(
+    ASSIGN_OR_RETURN(PlanBody body, request.kernel->MakeBody(
                                         {request.geometry, interval, profile},
                                         request.assignment));
     body = WithArenaZones(body);
@@ -221,8 +232,9 @@ class Children {
 
 absl::StatusOr<MutantSuite> CpuSuite(const std::string& cc_cpu) {
   MutantSuite suite;
-  suite.kernel = FindTemplate("fused_moe.cpu");
-  KILN_CHECK(suite.kernel != nullptr);
+  const KernelTemplate* const moe = FindTemplate("fused_moe.cpu");
+  const KernelTemplate* const linear = FindTemplate("linear.cpu");
+  KILN_CHECK(moe != nullptr && linear != nullptr);
   // One target for all machines, so that the same mutants are caught on each.
   ASSIGN_OR_RETURN(const Target target, ParseTarget("cpu-x86-64-v3"));
   ASSIGN_OR_RETURN(suite.device, HostCpuProfile(target));
@@ -238,27 +250,35 @@ absl::StatusOr<MutantSuite> CpuSuite(const std::string& cc_cpu) {
                       {"unroll", unroll}};
   };
   // Two chunks of 512 channels, the second ragged; sums in registers.
-  suite.requests.push_back({"registers",
+  suite.requests.push_back({"registers", moe,
                             Geometry(640, 384, 5, 3, Codebook::kMcg,
                                      {.gate = 3, .up = 3, .down = 3}),
                             axes(2, 64, 1), 19});
   // Weights through a buffer; a ragged last strip; the other input types.
-  suite.requests.push_back({"buffer",
+  suite.requests.push_back({"buffer", moe,
                             Shared(Geometry(384, 640, 4, 2, Codebook::k3Inst,
                                             {.gate = 4, .up = 4, .down = 4})),
                             axes(8, 256, 1), 21});
   // Few channels, so that activations may be large; one row per tile.
-  suite.requests.push_back({"rows",
+  suite.requests.push_back({"rows", moe,
                             Geometry(256, 128, 6, 2, Codebook::kMul1,
                                      {.gate = 2, .up = 2, .down = 2}),
                             axes(1, 64, 2), 17});
+  // Two chunks of 512 channels on either side, the second ragged, and a ragged
+  // last strip.
+  suite.requests.push_back({"linear, bias", linear,
+                            Linear(1152, 640, Codebook::kMcg, 3, true),
+                            axes(8, 256, 1), 21});
+  suite.requests.push_back({"linear", linear,
+                            Linear(128, 384, Codebook::kMul1, 2, false),
+                            axes(2, 64, 2), 17});
   return suite;
 }
 
 absl::StatusOr<MutantSuite> CudaSuite(const std::string& target_name) {
   MutantSuite suite;
-  suite.kernel = FindTemplate("fused_moe.cuda");
-  KILN_CHECK(suite.kernel != nullptr);
+  const KernelTemplate* const moe = FindTemplate("fused_moe.cuda");
+  KILN_CHECK(moe != nullptr);
   ASSIGN_OR_RETURN(const Target target, ParseTarget(target_name));
   suite.device = AssumedProfile(target);
   ASSIGN_OR_RETURN(suite.compiler, ProbeNvrtc({}));
@@ -274,15 +294,15 @@ absl::StatusOr<MutantSuite> CudaSuite(const std::string& target_name) {
                       {"tokens_tile", tokens},
                       {"warps", 4}};
   };
-  suite.requests.push_back({"narrow",
+  suite.requests.push_back({"narrow", moe,
                             Geometry(640, 384, 5, 3, Codebook::kMcg,
                                      {.gate = 3, .up = 3, .down = 3}),
                             axes(8, 128, 3, 1, 1), 19});
-  suite.requests.push_back({"split",
+  suite.requests.push_back({"split", moe,
                             Shared(Geometry(512, 640, 6, 3, Codebook::k3Inst,
                                             {.gate = 4, .up = 5, .down = 4})),
                             axes(32, 128, 2, 4, 2), 61});
-  suite.requests.push_back({"large",
+  suite.requests.push_back({"large", moe,
                             Geometry(512, 256, 9, 4, Codebook::kMul1,
                                      {.gate = 8, .up = 8, .down = 2}),
                             axes(16, 64, 4, 1, 2), 300});
@@ -291,17 +311,17 @@ absl::StatusOr<MutantSuite> CudaSuite(const std::string& target_name) {
     return Geometry(hidden, inter, experts, top_k, Codebook::kMcg,
                     {.gate = bits, .up = bits, .down = bits});
   };
-  suite.originals.push_back(
-      {"64 experts", real(2048, 1024, 64, 8, 4), axes(16, 128, 3, 1, 1), 64});
-  suite.originals.push_back({"128 experts, split",
+  suite.originals.push_back({"64 experts", moe, real(2048, 1024, 64, 8, 4),
+                             axes(16, 128, 3, 1, 1), 64});
+  suite.originals.push_back({"128 experts, split", moe,
                              Shared(real(2048, 768, 128, 8, 3)),
                              axes(8, 64, 3, 4, 2), 16});
   suite.originals.push_back(
-      {"wide", real(7168, 2048, 4, 2, 4), axes(32, 128, 3, 1, 1), 40});
+      {"wide", moe, real(7168, 2048, 4, 2, 4), axes(32, 128, 3, 1, 1), 40});
+  suite.originals.push_back({"wide, split", moe, real(7168, 2048, 4, 2, 5),
+                             axes(32, 128, 2, 8, 4), 40});
   suite.originals.push_back(
-      {"wide, split", real(7168, 2048, 4, 2, 5), axes(32, 128, 2, 8, 4), 40});
-  suite.originals.push_back(
-      {"deep", real(4096, 14336, 2, 1, 4), axes(64, 128, 2, 2, 4), 40});
+      {"deep", moe, real(4096, 14336, 2, 1, 4), axes(64, 128, 2, 2, 4), 40});
   return suite;
 }
 
@@ -312,6 +332,17 @@ bool HasGpu() {
   int status = 0;
   waitpid(child, &status, 0);
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+bool Contains(const MutantSuite& suite, const MutantRequest& request,
+              absl::string_view file) {
+  const std::vector<SourceUnit> units = UnitsOf(suite, request, nullptr);
+  return std::any_of(units.begin(), units.end(), [&](const SourceUnit& unit) {
+    return unit.name == file ||
+           std::any_of(
+               unit.headers.begin(), unit.headers.end(),
+               [&](const auto& header) { return header.first == file; });
+  });
 }
 
 absl::StatusOr<std::vector<Mutant>> AllMutants(const MutantSuite& suite) {

@@ -22,13 +22,13 @@ namespace kiln::testing {
 // rules change. A mutant that one request lets through meets the next.
 struct MutantRequest {
   const char* name;
+  const KernelTemplate* kernel;
   RequestGeometry geometry;
   Assignment assignment;
   uint32_t capacity = 0;
 };
 
 struct MutantSuite {
-  const KernelTemplate* kernel = nullptr;
   DeviceProfile device;
   CompilerSetup compiler;
   std::vector<MutantRequest> requests;
@@ -44,6 +44,10 @@ struct MutantSuite {
 absl::StatusOr<MutantSuite> CpuSuite(const std::string& cc_cpu);
 // For `target`, of a device that need not be here; Judge uses the first one.
 absl::StatusOr<MutantSuite> CudaSuite(const std::string& target);
+
+// Whether the programs of a request contain a file, so that its mutants matter.
+bool Contains(const MutantSuite& suite, const MutantRequest& request,
+              absl::string_view file);
 
 // All mutants of a suite, no two with the same text, in the order of the rules.
 //   Errors: NotFound, naming a rule that applies nowhere.
