@@ -16,13 +16,16 @@ const std::vector<std::pair<std::string, std::string>>& EmbeddedTemplates();
 
 namespace {
 
-// Embedded files of the folders, sorted by name.
+// Embedded headers of the folders, sorted by name.
 std::vector<std::pair<std::string, std::string>> HeadersUnder(
     const std::vector<std::string>& folders) {
   std::vector<std::pair<std::string, std::string>> headers;
   for (const std::string& folder : folders) {
     for (const auto& file : EmbeddedTemplates()) {
-      if (absl::StartsWith(file.first, folder)) headers.push_back(file);
+      if (absl::StartsWith(file.first, folder) &&
+          absl::EndsWith(file.first, ".h")) {
+        headers.push_back(file);
+      }
     }
   }
   std::sort(headers.begin(), headers.end());

@@ -164,7 +164,7 @@ TEST(FusedMoeCpuTemplateTest, EveryStepIsAnEntryOfTheOneProgram) {
   }
   EXPECT_EQ(used,
             std::set<std::string>(unit.entries.begin(), unit.entries.end()));
-  EXPECT_EQ(unit.headers, DeviceHeaders());
+  EXPECT_EQ(unit.headers, CpuHeaders());
   EXPECT_TRUE(absl::EndsWith(unit.text, TemplateText("fused_moe/cpu.cc")));
 }
 

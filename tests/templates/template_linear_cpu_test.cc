@@ -132,7 +132,10 @@ TEST(LinearCpuTemplateTest, TheSourceHasItsGeometryAndItsHeaders) {
     EXPECT_THAT(units[0].text, HasSubstr(line));
   }
   std::set<std::string> headers;
-  for (const auto& [name, text] : units[0].headers) headers.insert(name);
+  for (const auto& [name, text] : units[0].headers) {
+    EXPECT_TRUE(absl::EndsWith(name, ".h")) << name;
+    headers.insert(name);
+  }
   EXPECT_TRUE(headers.contains("cpu/trellis_product.h"));
   EXPECT_TRUE(headers.contains("device/cpu_vector.h"));
   // GPU kernels get what they always got.
