@@ -565,7 +565,7 @@ int Run(int argc, char** argv) {
   verb->add_flag("--warm-l2", bench.warm_l2,
                  "Time with weights in the L2 cache (default: cold)");
   verb->add_option("--compare", bench.compare,
-                   "torch: time PyTorch's bf16 layer in the same blocks")
+                   "torch: time PyTorch's bf16 fused_moe in the same blocks")
       ->type_name("WHAT");
   verb->add_option("--python", bench.python,
                    "Python with PyTorch (default python3)")
