@@ -33,6 +33,13 @@ class Fields {
     *value = text == "true";
   }
 
+  // A text that `is_legal` takes.
+  void Text(absl::string_view name, bool (*is_legal)(absl::string_view),
+            std::string* value) {
+    if (!is_legal(Find(name))) return Refuse(name);
+    *value = std::string(Find(name));
+  }
+
   // The value among `values` whose name is the field's text.
   template <typename T, typename Namer>
   void OneOf(absl::string_view name, std::initializer_list<T> values,
@@ -72,6 +79,12 @@ constexpr std::initializer_list<DType> kDTypes = {DType::kF32,  DType::kF16,
                                                   DType::kBf16, DType::kI16,
                                                   DType::kI32,  DType::kI64};
 
+void ReadCodebook(Fields* fields, Weights* weights) {
+  fields->OneOf("codebook",
+                {Codebook::k3Inst, Codebook::kMcg, Codebook::kMul1},
+                CodebookName, &weights->codebook);
+}
+
 void ReadFusedMoe(Fields* fields, RequestGeometry* out) {
   fields->Number("hidden", &out->hidden);
   fields->Number("intermediate", &out->intermediate);
@@ -80,10 +93,24 @@ void ReadFusedMoe(Fields* fields, RequestGeometry* out) {
   fields->OneOf("activation", {Activation::kSilu}, ActivationName,
                 &out->activation);
   fields->OneOf("id_dtype", kDTypes, DTypeName, &out->id_dtype);
-  fields->Number("bits_gate", &out->weights.bits.gate);
-  fields->Number("bits_up", &out->weights.bits.up);
-  fields->Number("bits_down", &out->weights.bits.down);
-  fields->Flag("shared_scales", &out->weights.shared_scales);
+  Weights& weights = out->weights;
+  fields->OneOf("format", {WeightFormat::kExl3, WeightFormat::kTrellisMx},
+                WeightFormatName, &weights.format);
+  switch (weights.format) {
+    case WeightFormat::kExl3:
+      ReadCodebook(fields, &weights);
+      fields->Number("bits_gate", &weights.bits.gate);
+      fields->Number("bits_up", &weights.bits.up);
+      fields->Number("bits_down", &weights.bits.down);
+      fields->Flag("shared_scales", &weights.shared_scales);
+      break;
+    case WeightFormat::kTrellisMx:
+      fields->Number("bits", &weights.bits.gate);
+      weights.bits.up = weights.bits.down = weights.bits.gate;
+      fields->Text("limit", IsClampLimit, &out->mx.limit);
+      fields->Number("smallm_max_tokens", &out->mx.smallm_max_tokens);
+      break;
+  }
 }
 
 void ReadLinear(Fields* fields, RequestGeometry* out) {
@@ -91,6 +118,9 @@ void ReadLinear(Fields* fields, RequestGeometry* out) {
   fields->Number("out_features", &out->linear.out_features);
   fields->Flag("bias", &out->linear.bias);
   fields->Number("bits", &out->linear.bits);
+  fields->OneOf("format", {WeightFormat::kExl3}, WeightFormatName,
+                &out->weights.format);
+  ReadCodebook(fields, &out->weights);
 }
 
 }  // namespace
@@ -122,11 +152,8 @@ absl::StatusOr<RequestGeometry> GeometryFromAttributes(
       break;
   }
   fields.OneOf("io_dtype", kDTypes, DTypeName, &out.io_dtype);
-  fields.OneOf("format", {WeightFormat::kExl3}, WeightFormatName,
-               &out.weights.format);
-  fields.OneOf("codebook", {Codebook::k3Inst, Codebook::kMcg, Codebook::kMul1},
-               CodebookName, &out.weights.codebook);
-  fields.OneOf("recipe", {Recipe::kW4A16}, RecipeName, &out.recipe);
+  fields.OneOf("recipe", {Recipe::kW4A16, Recipe::kW4A8}, RecipeName,
+               &out.recipe);
   fields.Flag("deterministic", &out.deterministic);
   RETURN_IF_ERROR(fields.status());
   // Catches what the reads above cannot: fields that are unknown, repeated or

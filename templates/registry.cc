@@ -44,10 +44,13 @@ const std::vector<const KernelTemplate*>& AllTemplates() {
   return *templates;
 }
 
-std::vector<const KernelTemplate*> TemplatesFor(Op op, Backend backend) {
+std::vector<const KernelTemplate*> TemplatesFor(const RequestGeometry& geometry,
+                                                Backend backend) {
   std::vector<const KernelTemplate*> result;
   for (const KernelTemplate* kernel_template : AllTemplates()) {
-    if (kernel_template->op() == op && kernel_template->backend() == backend) {
+    if (kernel_template->op() == geometry.op &&
+        kernel_template->format() == geometry.weights.format &&
+        kernel_template->backend() == backend) {
       result.push_back(kernel_template);
     }
   }

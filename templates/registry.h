@@ -16,8 +16,9 @@ namespace kiln {
 // All templates, in a fixed order. They live for the whole process.
 const std::vector<const KernelTemplate*>& AllTemplates();
 
-// Those that serve `op` on `backend`.
-std::vector<const KernelTemplate*> TemplatesFor(Op op, Backend backend);
+// Those for the geometry's op and format of weights on `backend`.
+std::vector<const KernelTemplate*> TemplatesFor(const RequestGeometry& geometry,
+                                                Backend backend);
 
 // The template named `name`, or null.
 const KernelTemplate* FindTemplate(absl::string_view name);

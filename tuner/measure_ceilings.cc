@@ -112,7 +112,7 @@ absl::StatusOr<Candidate> CandidateWithRows(const RequestGeometry& geometry,
                                             uint32_t rows) {
   const Problem problem = {geometry, {1, rows}, device};
   for (const KernelTemplate* from :
-       TemplatesFor(geometry.op, device.target.backend)) {
+       TemplatesFor(geometry, device.target.backend)) {
     RETURN_IF_ERROR(from->Supports(geometry, device.target));
     const ParamSpace space =
         from->Enumerate(problem, std::numeric_limits<size_t>::max());

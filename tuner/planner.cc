@@ -25,11 +25,11 @@ constexpr uint64_t kGridMax[3] = {0x7FFFFFFF, 65535, 65535};
 // than all else here.
 constexpr size_t kPrunedNamed = 64;
 
-// "cpu", or "cpu and cuda": those with templates for the op.
-std::string BackendsOf(Op op) {
+// "cpu", or "cpu and cuda": those with templates for the op and format.
+std::string BackendsOf(const RequestGeometry& geometry) {
   std::vector<absl::string_view> names;
   for (const Backend backend : {Backend::kCpu, Backend::kCuda}) {
-    if (!TemplatesFor(op, backend).empty()) {
+    if (!TemplatesFor(geometry, backend).empty()) {
       names.push_back(BackendName(backend));
     }
   }
@@ -56,10 +56,14 @@ std::string LimitThatBreaks(const PlanBody& body, uint32_t m_max) {
 
 // Those of this build, then the attached ones.
 std::vector<const KernelTemplate*> TemplatesOf(
-    Op op, Backend backend, const AttachedTemplates& attached) {
-  std::vector<const KernelTemplate*> templates = TemplatesFor(op, backend);
+    const RequestGeometry& geometry, Backend backend,
+    const AttachedTemplates& attached) {
+  std::vector<const KernelTemplate*> templates =
+      TemplatesFor(geometry, backend);
   for (const auto& one : attached) {
-    if (one->op() == op && one->backend() == backend) {
+    if (one->op() == geometry.op &&
+        one->format() == geometry.weights.format &&
+        one->backend() == backend) {
       templates.push_back(one.get());
     }
   }
@@ -82,16 +86,19 @@ absl::Status CheckOpsServed(const Manifest& manifest,
                             const std::vector<Target>& targets,
                             const AttachedTemplates& attached) {
   for (const Request& request : manifest.requests) {
-    const Op op = request.geometry.op;
+    const RequestGeometry& geometry = request.geometry;
+    const WeightFormat format = geometry.weights.format;
     for (const Target& target : targets) {
-      if (!TemplatesOf(op, target.backend, attached).empty()) continue;
+      if (!TemplatesOf(geometry, target.backend, attached).empty()) continue;
       return absl::UnimplementedError(absl::StrCat(
-          "no template of this build serves op ", OpName(op), " on ",
-          target.ToString(), ", which request \"", request.name, "\" is for; ",
-          "templates for it are for ", BackendsOf(op),
+          "no template of this build serves op ", OpName(geometry.op),
+          format == WeightFormat::kExl3
+              ? ""
+              : absl::StrCat(" over weights of ", WeightFormatName(format)),
+          " on ", target.ToString(), ", which request \"", request.name,
+          "\" is for; templates for it are for ", BackendsOf(geometry),
           " targets; take such requests out of the manifest, or use a build "
-          "that has a "
-          "template for them"));
+          "that has a template for them"));
     }
   }
   return absl::OkStatus();
@@ -103,8 +110,8 @@ Planner::Planner(const RequestGeometry& geometry, const DeviceProfile& device,
       device_(device),
       attached_(options.attached),
       templates_(
-          TemplatesOf(geometry.op, device.target.backend, options.attached)),
-      in_tree_(TemplatesFor(geometry.op, device.target.backend).size()),
+          TemplatesOf(geometry, device.target.backend, options.attached)),
+      in_tree_(TemplatesFor(geometry, device.target.backend).size()),
       numerics_(options.numerics) {
   KILN_CHECK(options.candidates_max >= 1);
   space_.toolchain = toolchain;

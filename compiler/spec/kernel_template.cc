@@ -7,6 +7,8 @@ namespace kiln {
 // Out of line: the one place for the vtable.
 KernelTemplate::~KernelTemplate() = default;
 
+WeightFormat KernelTemplate::format() const { return WeightFormat::kExl3; }
+
 absl::StatusOr<Candidate> KernelTemplate::Instantiate(
     const Problem& problem, const Assignment& assignment) const {
   Candidate candidate;

@@ -51,6 +51,8 @@ class KernelTemplate {
   // See TemplateIdentity::sources.
   virtual Digest sources() const = 0;
   virtual Op op() const = 0;
+  // Of the weights; exl3 unless a template says otherwise.
+  virtual WeightFormat format() const;
   virtual Backend backend() const = 0;
 
   // Unimplemented, with the reason, when no point can serve the geometry.

@@ -77,25 +77,36 @@ absl::StatusOr<Bits> ParseBits(absl::string_view file,
   return Bits{.gate = bits, .up = bits, .down = bits};
 }
 
-// What the weights of every op have.
-absl::StatusOr<Weights> ParseFormat(const ObjectReader& reader) {
-  Weights weights;
-  ASSIGN_OR_RETURN(
-      weights.format,
-      reader.Word<WeightFormat>("format", {{"exl3", WeightFormat::kExl3}}));
-  ASSIGN_OR_RETURN(
-      weights.codebook,
-      reader.Word<Codebook>("codebook", {{"3inst", Codebook::k3Inst},
-                                         {"mcg", Codebook::kMcg},
-                                         {"mul1", Codebook::kMul1}}));
-  return weights;
+// True when an object's "key" is this text. What else is wrong with the value
+// is said when the key is read.
+bool Says(const JsonNode& object, absl::string_view key,
+          absl::string_view text) {
+  const JsonNode* node = object.Find(key);
+  return node != nullptr && node->kind == JsonNode::Kind::kString &&
+         node->text == text;
 }
 
-absl::StatusOr<Weights> ParseMoeWeights(absl::string_view file,
-                                        const JsonNode& node) {
-  const ObjectReader reader(file, node, "\"weights\"");
+// Which keys a request for fused_moe and its weights have depends on the
+// format; weights that do not say it are held against those of exl3.
+bool IsTrellisMx(const JsonNode& weights) {
+  return Says(weights, "format", WeightFormatName(WeightFormat::kTrellisMx));
+}
+
+absl::StatusOr<Codebook> ParseCodebook(const ObjectReader& reader) {
+  return reader.Word<Codebook>("codebook", {{"3inst", Codebook::k3Inst},
+                                            {"mcg", Codebook::kMcg},
+                                            {"mul1", Codebook::kMul1}});
+}
+
+absl::StatusOr<Weights> ParseMoeExl3(absl::string_view file,
+                                     const ObjectReader& reader) {
   RETURN_IF_ERROR(reader.CheckKeys({"format", "codebook", "bits", "scales"}));
-  ASSIGN_OR_RETURN(Weights weights, ParseFormat(reader));
+  Weights weights;
+  ASSIGN_OR_RETURN(weights.format,
+                   reader.Word<WeightFormat>(
+                       "format", {{"exl3", WeightFormat::kExl3},
+                                  {"trellis_mx", WeightFormat::kTrellisMx}}));
+  ASSIGN_OR_RETURN(weights.codebook, ParseCodebook(reader));
   ASSIGN_OR_RETURN(weights.bits, ParseBits(file, reader));
   if (reader.Optional("scales") != nullptr) {
     ASSIGN_OR_RETURN(
@@ -103,6 +114,34 @@ absl::StatusOr<Weights> ParseMoeWeights(absl::string_view file,
         reader.Word<bool>("scales", {{"per_expert", false}, {"shared", true}}));
   }
   return weights;
+}
+
+// Rates of NPK-1, the only law of the format.
+constexpr int64_t kMxBitsMin = 2;
+constexpr int64_t kMxBitsMax = 5;
+constexpr int64_t kMxHiddenBlock = 512;
+
+// "weights" of trellis_mx, and what it demands of the geometry read before.
+absl::Status ParseTrellisMx(const ObjectReader& request,
+                            const ObjectReader& reader, RequestGeometry* out) {
+  RETURN_IF_ERROR(reader.CheckKeys({"format", "bits", "limit"}));
+  out->weights.format = WeightFormat::kTrellisMx;
+  ASSIGN_OR_RETURN(const int64_t value,
+                   reader.Integer("bits", kMxBitsMin, kMxBitsMax));
+  const int bits = static_cast<int>(value);
+  out->weights.bits = {.gate = bits, .up = bits, .down = bits};
+  ASSIGN_OR_RETURN(out->mx.limit, reader.Text("limit"));
+  if (!IsClampLimit(out->mx.limit)) {
+    return reader.Refuse("limit", *reader.Optional("limit"),
+                         "must be \"inf\" or a positive decimal without "
+                         "exponent or needless zeros");
+  }
+  if (out->hidden % kMxHiddenBlock != 0) {
+    return request.Refuse("hidden", *request.Optional("hidden"),
+                          "must be a multiple of 512 (the coupled Hadamard "
+                          "block of trellis_mx)");
+  }
+  return absl::OkStatus();
 }
 
 // A count, or a list of ascending layer ids.
@@ -186,10 +225,37 @@ absl::Status ParseFusedMoe(absl::string_view file, const ObjectReader& reader,
   ASSIGN_OR_RETURN(geometry.id_dtype,
                    reader.Word<DType>("id_dtype", {{"i32", DType::kI32},
                                                    {"i64", DType::kI64}}));
-  ASSIGN_OR_RETURN(const JsonNode* weights,
+  ASSIGN_OR_RETURN(const JsonNode* node,
                    reader.Required("weights", JsonNode::Kind::kObject));
-  ASSIGN_OR_RETURN(geometry.weights, ParseMoeWeights(file, *weights));
+  const ObjectReader weights(file, *node, "\"weights\"");
+  if (IsTrellisMx(*node)) return ParseTrellisMx(reader, weights, &geometry);
+  ASSIGN_OR_RETURN(geometry.weights, ParseMoeExl3(file, weights));
   return absl::OkStatus();
+}
+
+// The limit of the small-M arm. An interval with tokens on both sides of it
+// would have no plan: one plan has one arm.
+absl::StatusOr<uint32_t> ParseSmallMTokens(
+    const ObjectReader& reader, const std::vector<uint32_t>& capacities) {
+  constexpr absl::string_view kKey = "smallm_max_tokens";
+  int64_t limit = kSmallMTokensDefault;
+  const JsonNode* node = reader.Optional(kKey);
+  if (node != nullptr) {
+    ASSIGN_OR_RETURN(limit, reader.Integer(kKey, 0, kCapacityMax));
+  }
+  const auto tokens = static_cast<uint32_t>(limit);
+  if (tokens == 0 || tokens >= capacities.back() ||
+      std::find(capacities.begin(), capacities.end(), tokens) !=
+          capacities.end()) {
+    return tokens;
+  }
+  constexpr absl::string_view kRule =
+      "must be one of \"capacities\", 0 (never), or at least the largest, so "
+      "that no interval has tokens on both sides of it";
+  if (node != nullptr) return reader.Refuse(kKey, *node, kRule);
+  return reader.Error(
+      *reader.Optional("capacities"),
+      absl::StrCat("\"", kKey, "\" is ", tokens, ", its default; it ", kRule));
 }
 
 // The same of linear.
@@ -208,22 +274,30 @@ absl::Status ParseLinear(absl::string_view file, const ObjectReader& reader,
                    reader.Required("weights", JsonNode::Kind::kObject));
   const ObjectReader weights(file, *node, "\"weights\"");
   RETURN_IF_ERROR(weights.CheckKeys({"format", "codebook", "bits"}));
-  ASSIGN_OR_RETURN(out->weights, ParseFormat(weights));
+  ASSIGN_OR_RETURN(
+      out->weights.format,
+      weights.Word<WeightFormat>("format", {{"exl3", WeightFormat::kExl3}}));
+  ASSIGN_OR_RETURN(out->weights.codebook, ParseCodebook(weights));
   ASSIGN_OR_RETURN(const int64_t bits,
                    weights.Integer("bits", kBitsMin, kBitsMax));
   shape.bits = static_cast<int>(bits);
   return absl::OkStatus();
 }
 
-// Which keys a request has depends on its op; one that does not say it is held
-// against those of fused_moe.
+// Which keys a request has depends on its op and its format; one that does not
+// say it is held against those of fused_moe.
 absl::Status CheckRequestKeys(const ObjectReader& reader) {
-  const JsonNode* op = reader.Optional("op");
-  if (op != nullptr && op->kind == JsonNode::Kind::kString &&
-      op->text == OpName(Op::kLinear)) {
+  if (Says(reader.node(), "op", OpName(Op::kLinear))) {
     return reader.CheckKeys({"name", "op", "layers", "in_features",
                              "out_features", "bias", "io_dtype", "weights",
                              "recipe", "capacities", "deterministic"});
+  }
+  const JsonNode* weights = reader.Optional("weights");
+  if (weights != nullptr && IsTrellisMx(*weights)) {
+    return reader.CheckKeys(
+        {"name", "op", "layers", "hidden", "intermediate", "experts", "top_k",
+         "activation", "io_dtype", "id_dtype", "weights", "recipe",
+         "smallm_max_tokens", "capacities", "deterministic"});
   }
   return reader.CheckKeys({"name", "op", "layers", "hidden", "intermediate",
                            "experts", "top_k", "activation", "io_dtype",
@@ -245,22 +319,44 @@ absl::StatusOr<Request> ParseRequest(absl::string_view file,
   RETURN_IF_ERROR(geometry.op == Op::kLinear
                       ? ParseLinear(file, reader, &geometry)
                       : ParseFusedMoe(file, reader, &geometry));
-  ASSIGN_OR_RETURN(geometry.recipe,
-                   reader.Word<Recipe>("recipe", {{"w4a16", Recipe::kW4A16}}));
+  const bool is_mx = geometry.weights.format == WeightFormat::kTrellisMx;
+  // 8-bit activations need weights of E4M3 values.
+  const std::pair<absl::string_view, Recipe> recipe =
+      is_mx ? std::pair<absl::string_view, Recipe>{"w4a8", Recipe::kW4A8}
+            : std::pair<absl::string_view, Recipe>{"w4a16", Recipe::kW4A16};
+  ASSIGN_OR_RETURN(geometry.recipe, reader.Word<Recipe>("recipe", {recipe}));
   ASSIGN_OR_RETURN(request.capacities, ParseCapacities(reader));
+  if (is_mx) {
+    ASSIGN_OR_RETURN(geometry.mx.smallm_max_tokens,
+                     ParseSmallMTokens(reader, request.capacities));
+  }
   if (reader.Optional("deterministic") != nullptr) {
     ASSIGN_OR_RETURN(geometry.deterministic, reader.Bool("deterministic"));
   }
   return request;
 }
 
-Json FormatToJson(const Weights& weights) {
+Json Exl3ToJson(const Weights& weights) {
   return {{"format", std::string(WeightFormatName(weights.format))},
           {"codebook", std::string(CodebookName(weights.codebook))}};
 }
 
-void FusedMoeToJson(const RequestGeometry& geometry, Json* request) {
+Json MoeWeightsToJson(const RequestGeometry& geometry) {
   const Weights& weights = geometry.weights;
+  if (weights.format == WeightFormat::kTrellisMx) {
+    return {{"format", std::string(WeightFormatName(weights.format))},
+            {"bits", weights.bits.gate},
+            {"limit", geometry.mx.limit}};
+  }
+  Json out = Exl3ToJson(weights);
+  out["bits"] = {{"gate", weights.bits.gate},
+                 {"up", weights.bits.up},
+                 {"down", weights.bits.down}};
+  out["scales"] = weights.shared_scales ? "shared" : "per_expert";
+  return out;
+}
+
+void FusedMoeToJson(const RequestGeometry& geometry, Json* request) {
   Json& out = *request;
   out["hidden"] = geometry.hidden;
   out["intermediate"] = geometry.intermediate;
@@ -269,11 +365,7 @@ void FusedMoeToJson(const RequestGeometry& geometry, Json* request) {
   out["activation"] = std::string(ActivationName(geometry.activation));
   out["io_dtype"] = std::string(DTypeName(geometry.io_dtype));
   out["id_dtype"] = std::string(DTypeName(geometry.id_dtype));
-  Json& json_weights = out["weights"] = FormatToJson(weights);
-  json_weights["bits"] = {{"gate", weights.bits.gate},
-                          {"up", weights.bits.up},
-                          {"down", weights.bits.down}};
-  json_weights["scales"] = weights.shared_scales ? "shared" : "per_expert";
+  out["weights"] = MoeWeightsToJson(geometry);
 }
 
 void LinearToJson(const RequestGeometry& geometry, Json* request) {
@@ -282,7 +374,7 @@ void LinearToJson(const RequestGeometry& geometry, Json* request) {
   out["out_features"] = geometry.linear.out_features;
   out["bias"] = geometry.linear.bias;
   out["io_dtype"] = std::string(DTypeName(geometry.io_dtype));
-  Json& weights = out["weights"] = FormatToJson(geometry.weights);
+  Json& weights = out["weights"] = Exl3ToJson(geometry.weights);
   weights["bits"] = geometry.linear.bits;
 }
 
@@ -352,6 +444,9 @@ std::string ManifestToJson(const Manifest& manifest) {
         break;
     }
     out["recipe"] = std::string(RecipeName(geometry.recipe));
+    if (geometry.weights.format == WeightFormat::kTrellisMx) {
+      out["smallm_max_tokens"] = geometry.mx.smallm_max_tokens;
+    }
     out["capacities"] = request.capacities;
     out["deterministic"] = geometry.deterministic;
     root["requests"].push_back(std::move(out));

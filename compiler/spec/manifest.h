@@ -24,6 +24,7 @@ inline constexpr int64_t kTopKMax = 32;
 inline constexpr int64_t kLayersMax = 1024;
 inline constexpr int64_t kCapacityMax = 65536;
 inline constexpr size_t kCapacitiesMax = 64;
+inline constexpr int64_t kSmallMTokensDefault = 16;
 inline constexpr size_t kRequestsMax = 1024;
 inline constexpr size_t kNameBytesMax = 128;
 

@@ -186,22 +186,38 @@ Json LinearToJson(const RequestGeometry& geometry) {
 Json GeometryToJson(const RequestGeometry& geometry) {
   if (geometry.op == Op::kLinear) return LinearToJson(geometry);
   const Weights& weights = geometry.weights;
-  return {{"op", Str(OpName(geometry.op))},
-          {"hidden", geometry.hidden},
-          {"intermediate", geometry.intermediate},
-          {"experts", geometry.experts},
-          {"top_k", geometry.top_k},
-          {"activation", Str(ActivationName(geometry.activation))},
-          {"io_dtype", Str(DTypeName(geometry.io_dtype))},
-          {"id_dtype", Str(DTypeName(geometry.id_dtype))},
-          {"format", Str(WeightFormatName(weights.format))},
-          {"codebook", Str(CodebookName(weights.codebook))},
-          {"bits_gate", weights.bits.gate},
-          {"bits_up", weights.bits.up},
-          {"bits_down", weights.bits.down},
-          {"shared_scales", weights.shared_scales},
-          {"recipe", Str(RecipeName(geometry.recipe))},
-          {"deterministic", geometry.deterministic}};
+  Json out = {{"op", Str(OpName(geometry.op))},
+              {"hidden", geometry.hidden},
+              {"intermediate", geometry.intermediate},
+              {"experts", geometry.experts},
+              {"top_k", geometry.top_k},
+              {"activation", Str(ActivationName(geometry.activation))},
+              {"io_dtype", Str(DTypeName(geometry.io_dtype))},
+              {"id_dtype", Str(DTypeName(geometry.id_dtype))},
+              {"format", Str(WeightFormatName(weights.format))}};
+  switch (weights.format) {
+    case WeightFormat::kExl3:
+      out["codebook"] = Str(CodebookName(weights.codebook));
+      out["bits_gate"] = weights.bits.gate;
+      out["bits_up"] = weights.bits.up;
+      out["bits_down"] = weights.bits.down;
+      out["shared_scales"] = weights.shared_scales;
+      break;
+    case WeightFormat::kTrellisMx:
+      out["bits"] = weights.bits.gate;
+      out["limit"] = geometry.mx.limit;
+      out["smallm_max_tokens"] = geometry.mx.smallm_max_tokens;
+      break;
+  }
+  out["recipe"] = Str(RecipeName(geometry.recipe));
+  out["deterministic"] = geometry.deterministic;
+  return out;
+}
+
+Codebook CodebookFromJson(Fields* fields) {
+  return fields->Word<Codebook>(
+      "codebook", {Codebook::k3Inst, Codebook::kMcg, Codebook::kMul1},
+      CodebookName);
 }
 
 void FusedMoeFromJson(Fields* fields, RequestGeometry* out) {
@@ -213,10 +229,26 @@ void FusedMoeFromJson(Fields* fields, RequestGeometry* out) {
                                              ActivationName);
   out->id_dtype =
       fields->Word<DType>("id_dtype", {DType::kI32, DType::kI64}, DTypeName);
-  out->weights.bits.gate = fields->Integer<int>("bits_gate");
-  out->weights.bits.up = fields->Integer<int>("bits_up");
-  out->weights.bits.down = fields->Integer<int>("bits_down");
-  out->weights.shared_scales = fields->Flag("shared_scales");
+  Weights& weights = out->weights;
+  Bits& bits = weights.bits;
+  weights.format = fields->Word<WeightFormat>(
+      "format", {WeightFormat::kExl3, WeightFormat::kTrellisMx},
+      WeightFormatName);
+  switch (weights.format) {
+    case WeightFormat::kExl3:
+      weights.codebook = CodebookFromJson(fields);
+      bits.gate = fields->Integer<int>("bits_gate");
+      bits.up = fields->Integer<int>("bits_up");
+      bits.down = fields->Integer<int>("bits_down");
+      weights.shared_scales = fields->Flag("shared_scales");
+      break;
+    case WeightFormat::kTrellisMx:
+      bits.gate = bits.up = bits.down = fields->Integer<int>("bits");
+      out->mx.limit = fields->Text("limit");
+      out->mx.smallm_max_tokens =
+          fields->Integer<uint32_t>("smallm_max_tokens");
+      break;
+  }
 }
 
 void LinearFromJson(Fields* fields, RequestGeometry* out) {
@@ -224,6 +256,9 @@ void LinearFromJson(Fields* fields, RequestGeometry* out) {
   out->linear.out_features = fields->Integer<int64_t>("out_features");
   out->linear.bias = fields->Flag("bias");
   out->linear.bits = fields->Integer<int>("bits");
+  out->weights.format = fields->Word<WeightFormat>(
+      "format", {WeightFormat::kExl3}, WeightFormatName);
+  out->weights.codebook = CodebookFromJson(fields);
 }
 
 RequestGeometry GeometryFromJson(const JsonNode& node, absl::Status* status) {
@@ -240,12 +275,8 @@ RequestGeometry GeometryFromJson(const JsonNode& node, absl::Status* status) {
   }
   out.io_dtype =
       fields.Word<DType>("io_dtype", {DType::kBf16, DType::kF16}, DTypeName);
-  out.weights.format = fields.Word<WeightFormat>(
-      "format", {WeightFormat::kExl3}, WeightFormatName);
-  out.weights.codebook = fields.Word<Codebook>(
-      "codebook", {Codebook::k3Inst, Codebook::kMcg, Codebook::kMul1},
-      CodebookName);
-  out.recipe = fields.Word<Recipe>("recipe", {Recipe::kW4A16}, RecipeName);
+  out.recipe = fields.Word<Recipe>("recipe", {Recipe::kW4A16, Recipe::kW4A8},
+                                   RecipeName);
   out.deterministic = fields.Flag("deterministic");
   return out;
 }

@@ -1,5 +1,7 @@
 #include "compiler/spec/request.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "compiler/base/check.h"
 
@@ -27,6 +29,8 @@ absl::string_view WeightFormatName(WeightFormat format) {
   switch (format) {
     case WeightFormat::kExl3:
       return "exl3";
+    case WeightFormat::kTrellisMx:
+      return "trellis_mx";
   }
   KILN_UNREACHABLE();
 }
@@ -47,28 +51,62 @@ absl::string_view RecipeName(Recipe recipe) {
   switch (recipe) {
     case Recipe::kW4A16:
       return "w4a16";
+    case Recipe::kW4A8:
+      return "w4a8";
   }
   KILN_UNREACHABLE();
 }
 
+bool IsClampLimit(absl::string_view text) {
+  if (text == "inf") return true;
+  constexpr size_t kDigitsMax = 9;
+  const size_t point = text.find('.');
+  const absl::string_view whole = text.substr(0, point);
+  const auto digits = [](absl::string_view s) {
+    return !s.empty() && s.size() <= kDigitsMax &&
+           std::all_of(s.begin(), s.end(),
+                       [](char c) { return c >= '0' && c <= '9'; });
+  };
+  if (!digits(whole) || (whole.size() > 1 && whole[0] == '0')) return false;
+  if (point != absl::string_view::npos) {
+    const absl::string_view part = text.substr(point + 1);
+    if (!digits(part) || part.back() == '0') return false;
+  }
+  return text != "0";
+}
+
 namespace {
+
+void EncodeWeights(const RequestGeometry& geometry, CanonicalEncoder* encoder) {
+  const Weights& weights = geometry.weights;
+  encoder->Text("format", WeightFormatName(weights.format));
+  switch (weights.format) {
+    case WeightFormat::kExl3:
+      encoder->Text("codebook", CodebookName(weights.codebook))
+          .Number("bits_gate", weights.bits.gate)
+          .Number("bits_up", weights.bits.up)
+          .Number("bits_down", weights.bits.down)
+          .Flag("shared_scales", weights.shared_scales);
+      return;
+    case WeightFormat::kTrellisMx:
+      encoder->Number("bits", weights.bits.gate)
+          .Text("limit", geometry.mx.limit)
+          .Number("smallm_max_tokens", geometry.mx.smallm_max_tokens);
+      return;
+  }
+  KILN_UNREACHABLE();
+}
 
 void EncodeFusedMoe(const RequestGeometry& geometry,
                     CanonicalEncoder* encoder) {
-  const Weights& weights = geometry.weights;
   encoder->Number("hidden", geometry.hidden)
       .Number("intermediate", geometry.intermediate)
       .Number("experts", geometry.experts)
       .Number("top_k", geometry.top_k)
       .Text("activation", ActivationName(geometry.activation))
       .Text("io_dtype", DTypeName(geometry.io_dtype))
-      .Text("id_dtype", DTypeName(geometry.id_dtype))
-      .Text("format", WeightFormatName(weights.format))
-      .Text("codebook", CodebookName(weights.codebook))
-      .Number("bits_gate", weights.bits.gate)
-      .Number("bits_up", weights.bits.up)
-      .Number("bits_down", weights.bits.down)
-      .Flag("shared_scales", weights.shared_scales);
+      .Text("id_dtype", DTypeName(geometry.id_dtype));
+  EncodeWeights(geometry, encoder);
 }
 
 void EncodeLinear(const RequestGeometry& geometry, CanonicalEncoder* encoder) {
@@ -113,18 +151,21 @@ void RequestGeometry::Encode(CanonicalEncoder* encoder) const {
 std::string RequestGeometry::ToString() const {
   if (op == Op::kLinear) return LinearToString(*this);
   const Bits& bits = weights.bits;
+  const bool is_mx = weights.format == WeightFormat::kTrellisMx;
   const std::string rate =
       bits.gate == bits.up && bits.up == bits.down
           ? absl::StrCat("K", bits.gate)
           : absl::StrCat("K", bits.gate, "/", bits.up, "/", bits.down);
-  return absl::StrCat(OpName(op), " H", hidden, " I", intermediate, " E",
-                      experts, " k", top_k, " ",
-                      WeightFormatName(weights.format), "-",
-                      CodebookName(weights.codebook), " ", rate, " ",
-                      ActivationName(activation), " ", RecipeName(recipe), " ",
-                      DTypeName(io_dtype), " ", DTypeName(id_dtype),
-                      weights.shared_scales ? " shared scales" : "",
-                      deterministic ? " deterministic" : "");
+  return absl::StrCat(
+      OpName(op), " H", hidden, " I", intermediate, " E", experts, " k", top_k,
+      " ", WeightFormatName(weights.format), is_mx ? "" : "-",
+      is_mx ? "" : CodebookName(weights.codebook), " ", rate, " ",
+      ActivationName(activation), is_mx ? " limit " : "", mx.limit, " ",
+      RecipeName(recipe), " ",
+      is_mx ? absl::StrCat("small-m ", mx.smallm_max_tokens, " ") : "",
+      DTypeName(io_dtype), " ", DTypeName(id_dtype),
+      weights.shared_scales ? " shared scales" : "",
+      deterministic ? " deterministic" : "");
 }
 
 std::vector<Interval> Request::Intervals() const {

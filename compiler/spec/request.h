@@ -17,12 +17,12 @@ namespace kiln {
 
 enum class Op { kFusedMoe, kLinear };
 enum class Activation { kSilu };
-enum class WeightFormat { kExl3 };
+enum class WeightFormat { kExl3, kTrellisMx };
 enum class Codebook { k3Inst, kMcg, kMul1 };
-enum class Recipe { kW4A16 };
+enum class Recipe { kW4A16, kW4A8 };
 
 // The spellings of the manifest: "fused_moe", "linear", "silu", "exl3",
-// "3inst", "mcg", "mul1", "w4a16".
+// "trellis_mx", "3inst", "mcg", "mul1", "w4a16", "w4a8".
 absl::string_view OpName(Op op);
 absl::string_view ActivationName(Activation activation);
 absl::string_view WeightFormatName(WeightFormat format);
@@ -39,10 +39,10 @@ struct Bits {
 
 struct Weights {
   WeightFormat format = WeightFormat::kExl3;
-  Codebook codebook = Codebook::kMcg;
-  Bits bits;
-  // True when gate_suh, up_suh and down_svh are one [1][H] row for all experts;
-  // false when each expert has its own ([E][H]).
+  Codebook codebook = Codebook::kMcg;  // of exl3
+  Bits bits;                           // of trellis_mx: equal, each 2..5
+  // Of exl3: true when gate_suh, up_suh and down_svh are one [1][H] row for all
+  // experts; false when each expert has its own ([E][H]).
   bool shared_scales = false;
   auto operator<=>(const Weights&) const = default;
 };
@@ -55,6 +55,22 @@ struct LinearShape {
   bool bias = false;         // whether there is one
   auto operator<=>(const LinearShape&) const = default;
 };
+
+// What a request for fused_moe over TrellisMX weights (NPK-1 streams behind the
+// coupled boundary) has beside the rest.
+struct TrellisMx {
+  // Gate is at most this, up within plus and minus it: a decimal or "inf", as
+  // in a sidecar.
+  std::string limit;
+  // Up to this many tokens activations are binary16, above it MXFP8. 0: always
+  // MXFP8. No interval has tokens on both sides.
+  uint32_t smallm_max_tokens = 0;
+  auto operator<=>(const TrellisMx&) const = default;
+};
+
+// True for a limit of TrellisMx: a positive decimal without exponent or
+// needless zeros, or "inf".
+bool IsClampLimit(absl::string_view text);
 
 // Token counts (previous capacity, capacity], both ends inclusive here.
 struct Interval {
@@ -70,7 +86,7 @@ struct Interval {
 struct RequestGeometry {
   Op op = Op::kFusedMoe;
   // Of fused_moe.
-  int64_t hidden = 0;        // H, multiple of 128
+  int64_t hidden = 0;        // H, multiple of 128; of 512 for trellis_mx
   int64_t intermediate = 0;  // I, multiple of 128
   int64_t experts = 0;       // E
   int64_t top_k = 0;
@@ -84,6 +100,7 @@ struct RequestGeometry {
   // True when only candidates with bit-identical repeats are legal.
   bool deterministic = false;
   LinearShape linear;  // of linear
+  TrellisMx mx;        // of fused_moe over weights of trellis_mx
 
   auto operator<=>(const RequestGeometry&) const = default;
 
@@ -91,8 +108,9 @@ struct RequestGeometry {
   // request.
   void Encode(CanonicalEncoder* encoder) const;
   // One line for people, for example
-  // "fused_moe H2048 I768 E128 k8 exl3-mcg K4 silu w4a16 bf16 i32" or
-  // "linear [4096, 1024] exl3-mcg K4 w4a16 bf16 bias".
+  // "fused_moe H2048 I768 E128 k8 exl3-mcg K4 silu w4a16 bf16 i32",
+  // "fused_moe H4096 I512 E288 k8 trellis_mx K4 silu limit 10 w4a8 small-m 16
+  // bf16 i32" or "linear [4096, 1024] exl3-mcg K4 w4a16 bf16 bias".
   std::string ToString() const;
 };
 

@@ -12,6 +12,7 @@
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/spec/json_reader.h"
+#include "compiler/spec/request.h"
 #include "templates/formats/exl3.h"
 #include "templates/formats/npk_law.h"
 
@@ -218,25 +219,6 @@ class MetadataReader {
   absl::Status status_;
 };
 
-// A positive decimal without exponent or needless zeros, or "inf".
-bool IsLimit(const std::string& text) {
-  if (text == "inf") return true;
-  const size_t point = text.find('.');
-  const std::string whole = text.substr(0, point);
-  const std::string part =
-      point == std::string::npos ? "" : text.substr(point + 1);
-  const auto digits = [](const std::string& s) {
-    return !s.empty() && s.size() <= 9 &&
-           std::all_of(s.begin(), s.end(),
-                       [](char c) { return c >= '0' && c <= '9'; });
-  };
-  if (!digits(whole) || (whole.size() > 1 && whole[0] == '0')) return false;
-  if (point != std::string::npos && (!digits(part) || part.back() == '0')) {
-    return false;
-  }
-  return text != "0";
-}
-
 absl::StatusOr<NpkHeader> ReadMetadata(const JsonNode& node) {
   if (node.kind != JsonNode::Kind::kObject) {
     return NpkRuleError(15,
@@ -422,7 +404,7 @@ absl::Status NpkRuleError(int rule, absl::string_view message) {
 }
 
 absl::Status CheckNpkTexts(const NpkMetadata& metadata) {
-  if (!IsLimit(metadata.limit)) {
+  if (!IsClampLimit(metadata.limit)) {
     return NpkRuleError(15,
                         absl::StrCat("\"limit\" is ", JsonQuote(metadata.limit),
                                      ", must be a positive decimal number "

@@ -401,6 +401,17 @@ TEST(BundleAttributesTest, GeometryComesBackFromItsFields) {
               ::kiln::testing::IsOkAndHolds(geometry));
 }
 
+TEST(BundleAttributesTest, GeometryOfTrellisMxComesBackFromItsFields) {
+  RequestGeometry geometry = TinyGeometry();
+  geometry.weights.format = WeightFormat::kTrellisMx;
+  geometry.weights.codebook = RequestGeometry().weights.codebook;
+  geometry.weights.bits = {.gate = 5, .up = 5, .down = 5};
+  geometry.recipe = Recipe::kW4A8;
+  geometry.mx = {.limit = "inf", .smallm_max_tokens = 16};
+  EXPECT_THAT(GeometryFromAttributes(GeometryAttributes(geometry)),
+              ::kiln::testing::IsOkAndHolds(geometry));
+}
+
 RequestGeometry LinearGeometry() {
   RequestGeometry geometry;
   geometry.op = Op::kLinear;

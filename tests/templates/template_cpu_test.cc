@@ -56,7 +56,7 @@ const Step& StepNamed(const PlanBody& body, const std::string& label) {
 
 TEST(FusedMoeCpuTemplateTest, IsRegistered) {
   EXPECT_EQ(FindTemplate("fused_moe.cpu"), FusedMoeCpuTemplate());
-  EXPECT_THAT(TemplatesFor(Op::kFusedMoe, Backend::kCpu),
+  EXPECT_THAT(TemplatesFor(RequestGeometry(), Backend::kCpu),
               ElementsAre(FusedMoeCpuTemplate()));
 }
 

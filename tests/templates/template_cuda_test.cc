@@ -63,7 +63,7 @@ std::vector<std::string> Labels(const PlanBody& body) {
 
 TEST(FusedMoeCudaTemplateTest, IsRegistered) {
   EXPECT_EQ(FindTemplate("fused_moe.cuda"), FusedMoeCudaTemplate());
-  EXPECT_EQ(TemplatesFor(Op::kFusedMoe, Backend::kCuda).front(),
+  EXPECT_EQ(TemplatesFor(RequestGeometry(), Backend::kCuda).front(),
             FusedMoeCudaTemplate())
       << "its first point is the default of every race";
   EXPECT_EQ(FindTemplate("fused_moe.CUDA"), nullptr);

@@ -42,7 +42,7 @@ std::vector<Assignment> AllOf(const Problem& problem) {
 
 TEST(FusedMoeStreamTemplateTest, IsRegisteredBehindTheTileTemplate) {
   EXPECT_EQ(FindTemplate("fused_moe.stream"), FusedMoeStreamTemplate());
-  const auto templates = TemplatesFor(Op::kFusedMoe, Backend::kCuda);
+  const auto templates = TemplatesFor(RequestGeometry(), Backend::kCuda);
   ASSERT_EQ(templates.size(), 2u);
   EXPECT_EQ(templates[1], FusedMoeStreamTemplate());
 }

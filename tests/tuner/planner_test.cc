@@ -103,9 +103,10 @@ TEST_P(EveryModelAndTargetTest, HasValidDistinctCandidatesForEveryInterval) {
       ASSERT_OK_AND_ASSIGN(const IntervalPlan plan, planner.Plan(interval));
       EXPECT_EQ(plan.interval, interval);
       ASSERT_GE(plan.candidates.size(), 2u) << "there is nothing to race";
-      EXPECT_LE(plan.candidates.size(),
-                static_cast<size_t>(limit) *
-                    TemplatesFor(Op::kFusedMoe, device_.target.backend).size());
+      EXPECT_LE(
+          plan.candidates.size(),
+          static_cast<size_t>(limit) *
+              TemplatesFor(RequestGeometry(), device_.target.backend).size());
       std::set<Digest> digests;
       std::set<std::string> labels;
       for (const PlannedCandidate& candidate : plan.candidates) {
@@ -390,6 +391,20 @@ TEST(CheckOpsServedTest, NamesTheRequestTheTargetAndWhatToDo) {
                      HasSubstr("request \"q_proj\""),
                      HasSubstr("templates for it are for cpu targets"),
                      HasSubstr("take such requests out of the manifest"))));
+}
+
+TEST(CheckOpsServedTest, NamesTheFormatThatNoTemplateOfTheTargetHas) {
+  Manifest manifest;
+  manifest.requests.resize(1);
+  manifest.requests[0].name = "moe";
+  manifest.requests[0].geometry = Qwen();
+  manifest.requests[0].geometry.weights.format = WeightFormat::kTrellisMx;
+  EXPECT_THAT(
+      CheckOpsServed(manifest, {ProfileOf("sm_90a").target}),
+      StatusIs(absl::StatusCode::kUnimplemented,
+               HasSubstr("no template of this build serves op fused_moe "
+                         "over weights of trellis_mx on sm_90a, which "
+                         "request \"moe\"")));
 }
 
 // The largest geometry a manifest may name: every number must still fit, or the

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "compiler/base/status_macros.h"
 #include "tests/support/golden.h"
 #include "tests/support/status_matchers.h"
 
@@ -271,7 +272,8 @@ std::vector<BadInput> BadInputs() {
        "m.json:15:16: \"id_dtype\" is \"u32\", must be one of \"i32\", "
        "\"i64\""},
       {"UnknownFormat", "\"exl3\"", "\"exl2\"",
-       "m.json:16:26: \"format\" is \"exl2\", must be one of \"exl3\""},
+       "m.json:16:26: \"format\" is \"exl2\", must be one of \"exl3\", "
+       "\"trellis_mx\""},
       {"UnknownCodebook", "\"mcg\"", "\"mcg2\"",
        "m.json:17:18: \"codebook\" is \"mcg2\", must be one of \"3inst\", "
        "\"mcg\", \"mul1\""},
@@ -470,6 +472,159 @@ TEST_P(BadLinearTest, IsRefusedWithPlaceValueAndRule) {
   ASSERT_NE(text, kLinear);
   EXPECT_THAT(ParseManifest(text, "m.json"),
               StatusIs(absl::StatusCode::kInvalidArgument, Eq(input.message)));
+}
+
+// The same of TrellisMX weights.
+const char* const kMx =
+    "{\n"                                             // 1
+    " \"schema\": \"kiln.model/1\",\n"                // 2
+    " \"name\": \"tiny\",\n"                          // 3
+    " \"requests\": [{\n"                             // 4
+    "   \"name\": \"moe\",\n"                         // 5
+    "   \"op\": \"fused_moe\",\n"                     // 6
+    "   \"layers\": 2,\n"                             // 7
+    "   \"hidden\": 1024,\n"                          // 8
+    "   \"intermediate\": 128,\n"                     // 9
+    "   \"experts\": 8,\n"                            // 10
+    "   \"top_k\": 2,\n"                              // 11
+    "   \"activation\": \"silu\",\n"                  // 12
+    "   \"io_dtype\": \"bf16\",\n"                    // 13
+    "   \"id_dtype\": \"i32\",\n"                     // 14
+    "   \"weights\": {\"format\": \"trellis_mx\",\n"  // 15
+    "     \"bits\": 4, \"limit\": \"10\"},\n"         // 16
+    "   \"recipe\": \"w4a8\",\n"                      // 17
+    "   \"smallm_max_tokens\": 4,\n"                  // 18
+    "   \"capacities\": [1, 4, 32]\n"                 // 19
+    " }]\n"                                           // 20
+    "}\n";                                            // 21
+
+TEST(ParseTrellisMxTest, ReadsEveryField) {
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest, ParseManifest(kMx, "f"));
+  RequestGeometry expected;
+  expected.hidden = 1024;
+  expected.intermediate = 128;
+  expected.experts = 8;
+  expected.top_k = 2;
+  expected.weights.format = WeightFormat::kTrellisMx;
+  expected.weights.bits = {.gate = 4, .up = 4, .down = 4};
+  expected.recipe = Recipe::kW4A8;
+  expected.mx = {.limit = "10", .smallm_max_tokens = 4};
+  EXPECT_EQ(manifest.requests[0].geometry, expected);
+}
+
+TEST(ParseTrellisMxTest, CanonicalTextIsAFixedPointAndGolden) {
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest, ParseManifest(kMx, "f"));
+  const std::string text = ManifestToJson(manifest);
+  ASSERT_OK_AND_ASSIGN(const Manifest again, ParseManifest(text, "again"));
+  EXPECT_EQ(again.requests[0].geometry, manifest.requests[0].geometry);
+  EXPECT_EQ(ManifestToJson(again), text);
+  ExpectGolden(text, "manifest.v1/trellis-mx.json");
+}
+
+// The small-M arm's limit in `text`, with line 18 replaced by `line` and the
+// capacities by `capacities`.
+absl::StatusOr<uint32_t> SmallMOf(const std::string& line,
+                                  const std::string& capacities) {
+  const std::string text = absl::StrReplaceAll(
+      kMx,
+      {{"   \"smallm_max_tokens\": 4,\n", line}, {"[1, 4, 32]", capacities}});
+  ASSIGN_OR_RETURN(const Manifest manifest, ParseManifest(text, "m.json"));
+  return manifest.requests[0].geometry.mx.smallm_max_tokens;
+}
+
+TEST(ParseTrellisMxTest, TheSmallMLimitIsACapacityOrSixteenOrBeyondAllOrNone) {
+  using ::kiln::testing::IsOkAndHolds;
+  EXPECT_THAT(SmallMOf("", "[1, 16, 32]"), IsOkAndHolds(16u));
+  EXPECT_THAT(SmallMOf("", "[1, 8]"), IsOkAndHolds(16u));
+  EXPECT_THAT(SmallMOf("\"smallm_max_tokens\": 0,\n", "[1, 32]"),
+              IsOkAndHolds(0u));
+  EXPECT_THAT(SmallMOf("\"smallm_max_tokens\": 65536,\n", "[1, 32]"),
+              IsOkAndHolds(65536u));
+  EXPECT_THAT(SmallMOf("\"smallm_max_tokens\": 32,\n", "[1, 32]"),
+              IsOkAndHolds(32u));
+}
+
+TEST(ParseTrellisMxTest, ADefaultLimitInsideAnIntervalIsRefusedThere) {
+  EXPECT_THAT(
+      SmallMOf("", "[1, 8, 32]"),
+      StatusIs(absl::StatusCode::kInvalidArgument,
+               Eq("m.json:18:18: \"smallm_max_tokens\" is 16, its default; it "
+                  "must be one of \"capacities\", 0 (never), or at least the "
+                  "largest, so that no interval has tokens on both sides of "
+                  "it")));
+}
+
+std::vector<BadInput> BadMxInputs() {
+  const std::string decimal =
+      ", must be \"inf\" or a positive decimal without exponent or needless "
+      "zeros";
+  return {
+      {"CodebookOfExl3", "\"bits\": 4", "\"codebook\": \"mcg\", \"bits\": 4",
+       "m.json:16:6: unknown key \"codebook\" in \"weights\"; known: format, "
+       "bits, limit"},
+      {"UnknownKey", "\"top_k\"", "\"smallm\": 4, \"top_k\"",
+       "m.json:11:4: unknown key \"smallm\" in request; known: name, op, "
+       "layers, hidden, intermediate, experts, top_k, activation, io_dtype, "
+       "id_dtype, weights, recipe, smallm_max_tokens, capacities, "
+       "deterministic"},
+      {"OneBit", "\"bits\": 4", "\"bits\": 1",
+       "m.json:16:14: \"bits\" is 1, must be within 2..5"},
+      {"SixBits", "\"bits\": 4", "\"bits\": 6",
+       "m.json:16:14: \"bits\" is 6, must be within 2..5"},
+      {"BitsByProjection", "\"bits\": 4",
+       "\"bits\": {\"gate\": 4, \"up\": 4, \"down\": 4}",
+       "m.json:16:14: \"bits\" must be an integer, found an object"},
+      {"NoLimit", ", \"limit\": \"10\"", "",
+       "m.json:15:15: \"weights\" lacks the key \"limit\""},
+      {"LimitAsNumber", "\"10\"", "10",
+       "m.json:16:26: \"limit\" must be a string, found 10"},
+      {"ZeroLimit", "\"10\"", "\"0\"",
+       "m.json:16:26: \"limit\" is \"0\"" + decimal},
+      {"LimitWithNeedlessZeros", "\"10\"", "\"10.0\"",
+       "m.json:16:26: \"limit\" is \"10.0\"" + decimal},
+      {"HiddenBesideTheBlock", "\"hidden\": 1024", "\"hidden\": 640",
+       "m.json:8:14: \"hidden\" is 640, must be a multiple of 512 (the coupled "
+       "Hadamard block of trellis_mx)"},
+      {"IntermediateBesideTheBlock", "\"intermediate\": 128",
+       "\"intermediate\": 160",
+       "m.json:9:20: \"intermediate\" is 160, must be a multiple of 128 (the "
+       "Hadamard block)"},
+      {"RecipeW4a16", "\"w4a8\"", "\"w4a16\"",
+       "m.json:17:14: \"recipe\" is \"w4a16\", must be one of \"w4a8\""},
+      {"NegativeSmallM", "_tokens\": 4", "_tokens\": -1",
+       "m.json:18:25: \"smallm_max_tokens\" is -1, must be within 0..65536"},
+      {"HugeSmallM", "_tokens\": 4", "_tokens\": 65537",
+       "m.json:18:25: \"smallm_max_tokens\" is 65537, must be within "
+       "0..65536"},
+      {"SmallMAsText", "_tokens\": 4", "_tokens\": \"4\"",
+       "m.json:18:25: \"smallm_max_tokens\" must be an integer, found \"4\""},
+      {"SmallMInsideAnInterval", "_tokens\": 4", "_tokens\": 16",
+       "m.json:18:25: \"smallm_max_tokens\" is 16, must be one of "
+       "\"capacities\", 0 (never), or at least the largest, so that no "
+       "interval "
+       "has tokens on both sides of it"},
+  };
+}
+
+class BadMxTest : public ::testing::TestWithParam<BadInput> {};
+
+INSTANTIATE_TEST_SUITE_P(Inputs, BadMxTest, ::testing::ValuesIn(BadMxInputs()),
+                         [](const auto& input) { return input.param.name; });
+
+TEST_P(BadMxTest, IsRefusedWithPlaceValueAndRule) {
+  const BadInput& input = GetParam();
+  const std::string text = absl::StrReplaceAll(kMx, {{input.from, input.to}});
+  ASSERT_NE(text, kMx);
+  EXPECT_THAT(ParseManifest(text, "m.json"),
+              StatusIs(absl::StatusCode::kInvalidArgument, Eq(input.message)));
+}
+
+TEST(ParseManifestTest, Exl3HasNoSmallMLimit) {
+  EXPECT_THAT(
+      ParseManifest(
+          Changed("\"recipe\"", "\"smallm_max_tokens\": 1, \"recipe\""), "f"),
+      StatusIs(absl::StatusCode::kInvalidArgument,
+               HasSubstr("f:19:4: unknown key \"smallm_max_tokens\"")));
 }
 
 TEST(ParseManifestTest, RefusesOtherRoots) {

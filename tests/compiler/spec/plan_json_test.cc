@@ -18,6 +18,7 @@ namespace {
 using ::kiln::testing::ExpectGolden;
 using ::kiln::testing::IsOkAndHolds;
 using ::kiln::testing::SampleLinear;
+using ::kiln::testing::SampleMxGeometry;
 using ::kiln::testing::SamplePlan;
 using ::kiln::testing::StatusIs;
 using ::testing::HasSubstr;
@@ -39,6 +40,12 @@ TEST(PlanJsonTest, RoundTripsTheGeometryOfLinear) {
                             "io_dtype": "f16", "format": "exl3",
                             "codebook": "mul1", "recipe": "w4a16",
                             "deterministic": true})"));
+}
+
+TEST(PlanJsonTest, RoundTripsEveryFieldOfTrellisMx) {
+  Plan plan = SamplePlan();
+  plan.geometry = SampleMxGeometry();
+  EXPECT_THAT(PlanFromJson(PlanToJson(plan)), IsOkAndHolds(plan));
 }
 
 TEST(PlanJsonTest, IsStable) {

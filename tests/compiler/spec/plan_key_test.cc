@@ -18,6 +18,7 @@ namespace {
 
 using ::kiln::testing::DifferingPaths;
 using ::kiln::testing::SampleGeometry;
+using ::kiln::testing::SampleMxGeometry;
 using ::kiln::testing::SamplePlan;
 
 struct Inputs {
@@ -125,6 +126,32 @@ TEST(PlanKeyTest, EveryFieldMovesTheDigestAndIsNamedAlone) {
   for (const CanonicalField& field : record.fields) {
     EXPECT_EQ(covered.count(field.path) + fixed.count(field.path), 1u)
         << field.path;
+  }
+}
+
+TEST(PlanKeyTest, FieldsOfTrellisMxMoveTheDigestAndAreNamedAlone) {
+  Inputs base;
+  base.geometry = SampleMxGeometry();
+
+  const struct {
+    const char* path;
+    std::function<void(RequestGeometry*)> apply;
+  } changes[] = {
+      {"request/bits",
+       [](RequestGeometry* g) {
+         g->weights.bits = {.gate = 4, .up = 4, .down = 4};
+       }},
+      {"request/limit", [](RequestGeometry* g) { g->mx.limit = "10"; }},
+      {"request/smallm_max_tokens",
+       [](RequestGeometry* g) { g->mx.smallm_max_tokens = 0; }},
+  };
+
+  for (const auto& change : changes) {
+    Inputs inputs = base;
+    change.apply(&inputs.geometry);
+    EXPECT_NE(inputs.Key().digest, base.Key().digest) << change.path;
+    EXPECT_EQ(DifferingPaths(base.Key().preimage, inputs.Key().preimage),
+              std::vector<std::string>{change.path});
   }
 }
 

@@ -13,6 +13,7 @@ namespace kiln {
 namespace {
 
 using ::kiln::testing::SampleGeometry;
+using ::kiln::testing::SampleMxGeometry;
 using ::testing::ElementsAre;
 
 TEST(RequestGeometryTest, PrintsOneLine) {
@@ -41,6 +42,23 @@ TEST(RequestGeometryTest, PrintsALinearMatrix) {
   geometry.io_dtype = DType::kF16;
   EXPECT_EQ(geometry.ToString(),
             "linear [4096, 1024] exl3-mul1 K5 w4a16 f16 bias deterministic");
+}
+
+TEST(RequestGeometryTest, PrintsTrellisMx) {
+  RequestGeometry geometry = SampleMxGeometry();
+  EXPECT_EQ(geometry.ToString(),
+            "fused_moe H2048 I768 E128 k8 trellis_mx K3 silu limit 7.5 w4a8 "
+            "small-m 8 bf16 i32");
+}
+
+TEST(IsClampLimitTest, TakesPositiveDecimalsAndInf) {
+  for (const char* good : {"inf", "10", "7.5", "0.25", "999999999"}) {
+    EXPECT_TRUE(IsClampLimit(good)) << good;
+  }
+  for (const char* bad : {"", "0", "0.0", "01", "1.50", "-1", "+1", "1e1", ".5",
+                          "1.", "nan", "INF", "1234567890", "1 "}) {
+    EXPECT_FALSE(IsClampLimit(bad)) << bad;
+  }
 }
 
 // The fields of a geometry in a key, "path=value".
@@ -83,6 +101,18 @@ TEST(RequestGeometryTest, AKeyOfLinearHasItsOwnFieldsOnly) {
                   "request/io_dtype=bf16", "request/format=exl3",
                   "request/codebook=mcg", "request/bits=5",
                   "request/recipe=w4a16", "request/deterministic=false"));
+}
+
+TEST(RequestGeometryTest, AKeyOfTrellisMxHasItsOwnFieldsOfWeights) {
+  EXPECT_THAT(
+      Encoded(SampleMxGeometry()),
+      ElementsAre("request/op=fused_moe", "request/hidden=2048",
+                  "request/intermediate=768", "request/experts=128",
+                  "request/top_k=8", "request/activation=silu",
+                  "request/io_dtype=bf16", "request/id_dtype=i32",
+                  "request/format=trellis_mx", "request/bits=3",
+                  "request/limit=7.5", "request/smallm_max_tokens=8",
+                  "request/recipe=w4a8", "request/deterministic=false"));
 }
 
 TEST(RequestTest, IntervalsLeaveNoGap) {

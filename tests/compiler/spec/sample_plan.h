@@ -30,6 +30,16 @@ inline RequestGeometry SampleLinear() {
   return geometry;
 }
 
+// The same over TrellisMX weights.
+inline RequestGeometry SampleMxGeometry() {
+  RequestGeometry geometry = SampleGeometry();
+  geometry.weights.format = WeightFormat::kTrellisMx;
+  geometry.weights.bits = {.gate = 3, .up = 3, .down = 3};
+  geometry.recipe = Recipe::kW4A8;
+  geometry.mx = {.limit = "7.5", .smallm_max_tokens = 8};
+  return geometry;
+}
+
 inline Plan SamplePlan() {
   Plan plan;
   plan.geometry = SampleGeometry();
