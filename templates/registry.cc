@@ -6,6 +6,7 @@
 #include "compiler/base/check.h"
 #include "templates/fused_moe/template_cpu.h"
 #include "templates/fused_moe/template_cuda.h"
+#include "templates/fused_moe/template_mx_cpu.h"
 #include "templates/fused_moe/template_stream.h"
 #include "templates/linear/template_cpu.h"
 
@@ -39,6 +40,7 @@ const std::vector<const KernelTemplate*>& AllTemplates() {
       FusedMoeCpuTemplate(),
       FusedMoeCudaTemplate(),
       FusedMoeStreamTemplate(),
+      FusedMoeMxCpuTemplate(),
       LinearCpuTemplate(),
   };
   return *templates;

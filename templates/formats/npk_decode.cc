@@ -3,40 +3,13 @@
 #include <cstring>
 
 #include "compiler/base/check.h"
-#include "device/trellis.h"
-#include "templates/formats/encoder_tile.h"
 #include "templates/formats/mxfp8.h"
-#include "templates/formats/npk_law.h"
+#include "templates/fused_moe/mx_reference.h"
 
 namespace kiln {
 namespace {
 
 constexpr size_t kGroup = 32;
-
-// stream: [in/16][out/16][8 K words]; scales: [out][in/32].
-template <int K>
-std::vector<double> Decode(const uint8_t* stream, const uint8_t* scales,
-                           size_t out, size_t in) {
-  std::vector<double> values(out * in);
-  for (size_t tile = 0; tile < out * in / kTileSize; ++tile) {
-    uint32_t ring[8 * K];
-    std::memcpy(ring, stream + tile * sizeof(ring), sizeof(ring));
-    const size_t row = tile / (out / 16) * 16;
-    const size_t column = tile % (out / 16) * 16;
-    for (uint32_t lane = 0; lane < 32; ++lane) {
-      uint32_t states[8];
-      kd::NpkLaneStates<K, kd::kNpkWindow<K>>(ring, lane, states);
-      for (uint32_t j = 0; j < 8; ++j) {
-        const uint32_t p = 8 * lane + j;
-        const size_t k = row + kd::PositionRow(p);
-        const size_t n = column + kd::PositionColumn(p);
-        values[n * in + k] =
-            Mxfp8Value(scales[(n * in + k) / kGroup], kd::NpkByte(states[j]));
-      }
-    }
-  }
-  return values;
-}
 
 }  // namespace
 
@@ -61,18 +34,11 @@ std::vector<double> DecodeNpkMatrix(const NpkSidecar& sidecar, NpkMatrix matrix,
                  (2 * e + slot) * scales;
   const size_t out = down ? hidden : inter;
   const size_t in = down ? inter : hidden;
-  switch (m.bits) {
-    case 2:
-      return Decode<2>(words, bytes, out, in);
-    case 3:
-      return Decode<3>(words, bytes, out, in);
-    case 4:
-      return Decode<4>(words, bytes, out, in);
-    case 5:
-      return Decode<5>(words, bytes, out, in);
-    default:
-      KILN_UNREACHABLE();
+  std::vector<double> values = DecodeNpkStream(words, m.bits, out, in);
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] *= Ue8m0Value(bytes[i / kGroup]);
   }
+  return values;
 }
 
 std::vector<uint16_t> NpkHalves(std::span<const uint8_t> bytes) {

@@ -1,5 +1,6 @@
-// Host oracle of a fused expert layer over an NPK-1 sidecar, recipe W4A8: E4M3
-// weights, activations in MXFP8 in front of both products.
+// Host oracle of a fused expert layer over an NPK-1 sidecar: that of
+// templates/fused_moe/mx_reference.h over a file's tensors instead of prepared
+// ones, with or without a boundary.
 //
 // Source: prepared-weights specification, sections A.6 and A.9.5; trellis
 // format specification, section 4.6.
@@ -30,9 +31,7 @@ struct NpkProblem {
 
 // The rank's output rows of the listed tokens; those of all ranks add up to the
 // layer's.
-//   mode: kFloat64 rounds nothing and quantises no activation. kStaged follows
-//   the kernels: x to binary16, transforms and scales in binary32, MXFP8 in
-//   front of each product, its result to binary16, routes in order in binary32.
+//   mode: one of MxExpert's.
 //   out: [rows.size()][H], in front of the rounding to bfloat16.
 // Thread-safe.
 void NpkReferenceRows(const NpkProblem& problem, std::span<const int64_t> rows,

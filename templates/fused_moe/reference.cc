@@ -473,6 +473,7 @@ void FusedMoeReferenceRows(const FusedMoeProblem& problem,
                            std::span<const int64_t> rows, ReferenceMode mode,
                            double* out, int threads) {
   CheckProblem(problem);
+  KILN_CHECK(mode != ReferenceMode::kSequentialW4A8);
   KILN_CHECK(mode != ReferenceMode::kStagedW4A8 ||
              problem.codebook == TrellisCodebook::kSqgE4m3);
   KILN_CHECK(threads >= 1);

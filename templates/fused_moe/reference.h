@@ -87,6 +87,9 @@ enum class ReferenceMode {
   // products read MXFP8 in blocks of 32. Only for the codebook sqg_e4m3, whose
   // values are E4M3 numbers.
   kStagedW4A8,
+  // As kStagedW4A8 with sums as in kSequential; of TrellisMX alone, see
+  // mx_reference.h.
+  kSequentialW4A8,
 };
 
 // Computes the output rows of the listed tokens only.

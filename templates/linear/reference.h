@@ -40,7 +40,7 @@ struct LinearProblem {
 // kSequential says); from there on binary32: the transform, times svh, plus
 // bias.
 //   rows: token indices in [0, tokens); repeats are allowed.
-//   mode: not kStagedW4A8.
+//   mode: none of w4a8.
 //   out: [rows.size()][out_features], row i belongs to token rows[i].
 //   threads: at least 1; workers live during the call only.
 // Thread-safe. Panics (KILN_CHECK) on a malformed problem.

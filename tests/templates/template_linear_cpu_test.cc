@@ -35,9 +35,9 @@ std::vector<Assignment> AllOf(const Problem& problem) {
 
 TEST(LinearCpuTemplateTest, IsTheTemplateOfItsOpAndTarget) {
   EXPECT_EQ(FindTemplate("linear.cpu"), LinearCpuTemplate());
-  EXPECT_THAT(TemplatesFor(Op::kLinear, Backend::kCpu),
-              ElementsAre(LinearCpuTemplate()));
   const Problem problem = ProblemFor(256, 128, 1);
+  EXPECT_THAT(TemplatesFor(problem.geometry, Backend::kCpu),
+              ElementsAre(LinearCpuTemplate()));
   EXPECT_OK(
       LinearCpuTemplate()->Supports(problem.geometry, problem.device.target));
   EXPECT_THAT(

@@ -165,7 +165,7 @@ TEST(NpkReferenceTest, StagesCostWhatThreeBitsOfActivationsCost) {
   for (const NpkBoundary boundary :
        {NpkBoundary::kCoupled, NpkBoundary::kIdentity}) {
     const Layer layer(boundary, 4);
-    const double error = RelativeError(layer.Run(ReferenceMode::kStaged),
+    const double error = RelativeError(layer.Run(ReferenceMode::kStagedW4A8),
                                        layer.Run(ReferenceMode::kFloat64));
     // Uniform rounding to 3 bits of mantissa is 2.6 % of a value, twice, and
     // passes through the activation.
@@ -189,7 +189,7 @@ TEST(NpkReferenceTest, TheLimitClamps) {
 TEST(NpkReferenceTest, InactiveRoutesGiveNothingAndMapsAreFollowed) {
   Layer layer(NpkBoundary::kCoupled);
   const auto h = static_cast<size_t>(layer.hidden());
-  const auto out = layer.Run(ReferenceMode::kStaged);
+  const auto out = layer.Run(ReferenceMode::kStagedW4A8);
   for (size_t c = 0; c < h; ++c) EXPECT_EQ(out[3 * h + c], 0);
 
   // Global ids through a map to the same experts.
@@ -210,11 +210,11 @@ TEST(NpkReferenceTest, InactiveRoutesGiveNothingAndMapsAreFollowed) {
   NpkProblem problem = layer.Problem(&sidecar);
   problem.expert_map = map.data();
   problem.expert_map_size = 4;
-  NpkReferenceRows(problem, rows, ReferenceMode::kStaged, mapped.data());
+  NpkReferenceRows(problem, rows, ReferenceMode::kStagedW4A8, mapped.data());
   layer.ids = local;
   NpkProblem plain = layer.Problem(&sidecar);
   std::vector<double> expected(out.size());
-  NpkReferenceRows(plain, rows, ReferenceMode::kStaged, expected.data());
+  NpkReferenceRows(plain, rows, ReferenceMode::kStagedW4A8, expected.data());
   EXPECT_EQ(mapped, expected);
 }
 
@@ -231,9 +231,9 @@ TEST(NpkReferenceTest, RowsAreThoseThatWereAskedFor) {
   std::vector<double> some(2 * h);
   const std::vector<int64_t> every = {0, 1, 2, 3, 4};
   const std::vector<int64_t> two = {4, 1};
-  NpkReferenceRows(layer.Problem(&sidecar), every, ReferenceMode::kStaged,
+  NpkReferenceRows(layer.Problem(&sidecar), every, ReferenceMode::kStagedW4A8,
                    all.data());
-  NpkReferenceRows(layer.Problem(&sidecar), two, ReferenceMode::kStaged,
+  NpkReferenceRows(layer.Problem(&sidecar), two, ReferenceMode::kStagedW4A8,
                    some.data());
   EXPECT_TRUE(std::equal(some.begin(), some.begin() + static_cast<long>(h),
                          all.begin() + static_cast<long>(4 * h)));

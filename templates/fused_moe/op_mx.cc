@@ -1,0 +1,123 @@
+#include "templates/fused_moe/op_mx.h"
+
+#include <bit>
+#include <limits>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "compiler/base/check.h"
+
+namespace kiln {
+
+std::vector<ParamDecl> MxParams(const RequestGeometry& geometry) {
+  const std::string io(DTypeName(geometry.io_dtype));
+  const std::string id(DTypeName(geometry.id_dtype));
+  const std::string words =
+      absl::StrCat(", ", 16 * geometry.weights.bits.gate, "]");
+  return {
+      {"x", io, "[m, hidden]", false},
+      {"topk_ids", id, "[m, top_k]", false},
+      {"topk_weights", "f32", "[m, top_k]", false},
+      {"w13", "i16",
+       absl::StrCat("[2, experts, hidden/16, intermediate/16", words), false},
+      {"w2", "i16", absl::StrCat("[experts, intermediate/16, hidden/16", words),
+       false},
+      {"w13_scale", "u32", "[experts, 2*intermediate/256, hidden/128, 256]",
+       false},
+      {"w2_scale", "u32", "[experts, hidden/256, intermediate/128, 256]",
+       false},
+      {"gate_up_suh", "f16", "[hidden]", false},
+      {"rotations", "f16", "[experts, 6*intermediate]", false},
+      {"down_svh", "f16", "[hidden]", false},
+      {"out", "f32", "[m, hidden]", true},
+  };
+}
+
+std::vector<uint64_t> MxBytes(const RequestGeometry& geometry,
+                              uint32_t tokens) {
+  const auto h = static_cast<uint64_t>(geometry.hidden);
+  const auto i = static_cast<uint64_t>(geometry.intermediate);
+  const auto e = static_cast<uint64_t>(geometry.experts);
+  const auto k = static_cast<uint64_t>(geometry.top_k);
+  const uint64_t m = tokens;
+  // One matrix of all experts: bits / 8 bytes a weight, one scale for 32.
+  const uint64_t stream =
+      e * h * i / 8 * static_cast<uint64_t>(geometry.weights.bits.gate);
+  const uint64_t scales = e * h * i / 32;
+  return {
+      m * h * DTypeBytes(geometry.io_dtype),
+      m * k * DTypeBytes(geometry.id_dtype),
+      m * k * 4,
+      2 * stream,
+      stream,
+      2 * scales,
+      scales,
+      h * 2,
+      e * 6 * i * 2,
+      h * 2,
+      m * h * 4,
+  };
+}
+
+absl::string_view MxArmName(MxArm arm) {
+  switch (arm) {
+    case MxArm::kSmallM:
+      return "smallm";
+    case MxArm::kGrouped:
+      return "grouped";
+  }
+  KILN_UNREACHABLE();
+}
+
+absl::string_view MxNumericsClass(MxArm arm) {
+  switch (arm) {
+    case MxArm::kSmallM:
+      return "mx.w4a16.fold32";
+    case MxArm::kGrouped:
+      return "mx.w4a8.fold32";
+  }
+  KILN_UNREACHABLE();
+}
+
+absl::StatusOr<MxArm> MxArmOf(const RequestGeometry& geometry,
+                              const Interval& interval) {
+  const uint32_t limit = geometry.mx.smallm_max_tokens;
+  if (interval.m_max <= limit) return MxArm::kSmallM;
+  if (interval.m_min > limit) return MxArm::kGrouped;
+  return absl::InvalidArgumentError(
+      absl::StrCat("interval ", interval.m_min, "..", interval.m_max,
+                   " has tokens on both sides of smallm_max_tokens, ", limit,
+                   "; make that a capacity"));
+}
+
+std::string MxPrelude(const RequestGeometry& geometry) {
+  float limit = std::numeric_limits<float>::infinity();
+  if (geometry.mx.limit != "inf") {
+    KILN_CHECK(absl::SimpleAtof(geometry.mx.limit, &limit));
+  }
+  std::string out;
+  const auto define = [&out](absl::string_view name, int64_t value) {
+    absl::StrAppend(&out, "#define KILN_", name, " ", value, "\n");
+  };
+  define("HIDDEN", geometry.hidden);
+  define("INTER", geometry.intermediate);
+  define("EXPERTS", geometry.experts);
+  define("TOPK", geometry.top_k);
+  define("BITS", geometry.weights.bits.gate);
+  define("LIMIT_BITS", std::bit_cast<uint32_t>(limit));
+  define("X_BF16", geometry.io_dtype == DType::kBf16 ? 1 : 0);
+  define("ID_I64", geometry.id_dtype == DType::kI64 ? 1 : 0);
+  return out;
+}
+
+double MxTolerance(MxArm arm) {
+  switch (arm) {
+    case MxArm::kSmallM:
+      return 2e-3;
+    case MxArm::kGrouped:
+      return 4e-3;
+  }
+  KILN_UNREACHABLE();
+}
+
+}  // namespace kiln

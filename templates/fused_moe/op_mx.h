@@ -1,0 +1,85 @@
+// The fused_moe op over TrellisMX weights as its callers see it: the parameter
+// block, and what the arms have in common. Numbers of tiles are those of op.h.
+
+#ifndef KILN_TEMPLATES_FUSED_MOE_OP_MX_H_
+#define KILN_TEMPLATES_FUSED_MOE_OP_MX_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "compiler/spec/plan.h"
+#include "compiler/spec/request.h"
+
+namespace kiln {
+
+// Slots of the caller's parameter block, 8 bytes each, all pointers. H =
+// hidden (multiple of 512), I = intermediate (multiple of 128), E = experts, K
+// = bits. From kW13 to kDownSvh they are the tensors of one prepared layer, as
+// templates/formats/npk_prepare.h describes them.
+enum class MxParam : uint32_t {
+  kX,            // io_dtype [m][H]
+  kTopkIds,      // id_dtype [m][top_k]; active iff 0 <= id < E
+  kTopkWeights,  // f32 [m][top_k]
+  kW13,          // i16 [2][E][H/16][I/16][16K]: gate, up
+  kW2,           // i16 [E][I/16][H/16][16K]
+  // A word holds the scales of 128 input channels of one row, UE8M0, byte b
+  // those of channels 32 b ..; rows come in panels of 256.
+  kW13Scale,   // u32 [E][2I/256][H/128][256]: gate rows, then up rows
+  kW2Scale,    // u32 [E][H/256][I/128][256]
+  kGateUpSuh,  // f16 [H]
+  // f16 [E][6I]: gate_svh, up_svh, down_suh, 2I signs before the activation
+  // and I behind it, each +1 or -1.
+  kRotations,
+  kDownSvh,  // f16 [H]
+  kOut,      // f32 [m][H]; every element is written
+};
+inline constexpr uint32_t kMxParamCount = 11;
+
+// The slots as declarations, in order.
+std::vector<ParamDecl> MxParams(const RequestGeometry& geometry);
+
+// Argument that passes a slot to a kernel.
+inline Arg MxArg(MxParam param) {
+  return Arg::Param(static_cast<uint64_t>(param));
+}
+
+// Bytes of each slot's buffer for `tokens` rows.
+std::vector<uint64_t> MxBytes(const RequestGeometry& geometry, uint32_t tokens);
+
+// Which arithmetic a plan has in front of both products.
+enum class MxArm {
+  kSmallM,   // W4A16: activations are binary16
+  kGrouped,  // W4A8: activations are MXFP8, E4M3 in blocks of 32
+};
+
+// "smallm", "grouped".
+absl::string_view MxArmName(MxArm arm);
+
+// "mx.w4a16.fold32", "mx.w4a8.fold32": equal bits for every candidate of an
+// arm.
+absl::string_view MxNumericsClass(MxArm arm);
+
+// The arm of an interval.
+//   Errors: InvalidArgument where it has tokens on both sides of the limit.
+absl::StatusOr<MxArm> MxArmOf(const RequestGeometry& geometry,
+                              const Interval& interval);
+
+// The #defines that specialise a source for a geometry, one per line: see the
+// head of mx_cpu.cc.
+std::string MxPrelude(const RequestGeometry& geometry);
+
+// Largest relative Frobenius error of an output row. Of the small-M arm against
+// the float64 oracle, where binary16 operands and results cost 7e-4 to 9e-4 on
+// random data. Of the grouped arm against ReferenceMode::kStagedW4A8: against
+// an oracle that quantises no activation it is 5e-2 to 7e-2 whatever the kernel
+// does; what is left is a sum that falls to the other side of a midpoint, and a
+// step of E4M3 that may follow. Both are tighter than cosines of 0.99995 and
+// 0.9998, which are errors of 1.0e-2 and 2.0e-2.
+double MxTolerance(MxArm arm);
+
+}  // namespace kiln
+
+#endif  // KILN_TEMPLATES_FUSED_MOE_OP_MX_H_

@@ -1,0 +1,444 @@
+// The CPU template over TrellisMX weights: its plans, run on specialisations of
+// its source, against the references of both arms.
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "compiler/base/file_util.h"
+#include "compiler/spec/kernel_template.h"
+#include "device/half.h"
+#include "gtest/gtest.h"
+#include "templates/formats/coupled_signs.h"
+#include "templates/formats/npk_prepare.h"
+#include "templates/formats/npk_reference.h"
+#include "templates/fused_moe/mx_reference.h"
+#include "templates/fused_moe/op_mx.h"
+#include "templates/fused_moe/template_mx_cpu.h"
+#include "tests/support/golden.h"
+#include "tests/support/npk_writer.h"
+#include "tests/support/status_matchers.h"
+#include "tests/templates/mx_cpu_variant.h"
+#include "tests/templates/test_data.h"
+
+namespace kiln {
+namespace {
+
+using testing::MxCpuStep;
+using testing::MxCpuVariant;
+using testing::MxCpuVariants;
+using testing::SplitMix64;
+
+RequestGeometry GeometryOf(const MxCpuVariant& v) {
+  RequestGeometry g;
+  g.hidden = v.hidden;
+  g.intermediate = v.inter;
+  g.experts = v.experts;
+  g.top_k = v.top_k;
+  g.io_dtype = v.x_bf16 ? DType::kBf16 : DType::kF16;
+  g.id_dtype = v.id_i64 ? DType::kI64 : DType::kI32;
+  g.weights.format = WeightFormat::kTrellisMx;
+  g.weights.bits = {.gate = v.bits, .up = v.bits, .down = v.bits};
+  g.recipe = Recipe::kW4A8;
+  const auto limit = std::bit_cast<float>(v.limit_bits);
+  g.mx.limit =
+      std::isinf(limit) ? "inf" : std::to_string(static_cast<int>(limit));
+  g.mx.smallm_max_tokens = v.activation_bits == 16 ? 64 : 0;
+  return g;
+}
+
+// ---- one random problem ----------------------------------------------------
+
+struct Call {
+  Call(const RequestGeometry& g, uint32_t tokens, uint64_t seed)
+      : random(seed), buffers(kMxParamCount) {
+    const std::vector<uint64_t> bytes = MxBytes(g, tokens);
+    for (size_t i = 0; i < kMxParamCount; ++i) buffers[i].resize(bytes[i]);
+    const auto h = static_cast<size_t>(g.hidden);
+    const auto i = static_cast<size_t>(g.intermediate);
+    for (const MxParam stream : {MxParam::kW13, MxParam::kW2}) {
+      const size_t count = at(stream).size() / 2;
+      const std::vector<uint16_t> words = random.Words(count);
+      std::memcpy(at(stream).data(), words.data(), 2 * count);
+    }
+    for (const MxParam scales : {MxParam::kW13Scale, MxParam::kW2Scale}) {
+      for (char& byte : at(scales)) {
+        byte = static_cast<char>(124 + random.Next() % 5);
+      }
+    }
+    const double fc1 = 0.4 / std::sqrt(static_cast<double>(h));
+    const double fc2 = 0.4 / std::sqrt(static_cast<double>(i));
+    FillScales(&at(MxParam::kGateUpSuh), 0, h, 1);
+    FillScales(&at(MxParam::kDownSvh), 0, h, fc2);
+    for (size_t e = 0; e < static_cast<size_t>(g.experts); ++e) {
+      std::string& table = at(MxParam::kRotations);
+      FillScales(&table, 6 * e * i, 2 * i, fc1);
+      FillScales(&table, (6 * e + 2) * i, i, 1);
+      const auto draw = static_cast<uint8_t>((e + 1) % 8);
+      FillSigns(&table, (6 * e + 3) * i,
+                CoupledSigns(draw, SignAxis::kPre, 2 * i));
+      FillSigns(&table, (6 * e + 5) * i,
+                CoupledSigns(draw, SignAxis::kPost, i));
+    }
+    const auto k = static_cast<size_t>(g.top_k);
+    for (size_t c = 0; c < tokens * h; ++c) {
+      const auto value = static_cast<float>(2 * random.Symmetric());
+      const uint16_t half =
+          g.io_dtype == DType::kBf16
+              ? static_cast<uint16_t>(kd::FloatBits(value) >> 16)
+              : kd::f32_to_f16(value);
+      std::memcpy(at(MxParam::kX).data() + 2 * c, &half, 2);
+    }
+    for (size_t r = 0; r < tokens * k; ++r) {
+      int64_t id = static_cast<int64_t>(random.Next() % g.experts);
+      const uint64_t dice = random.Next() % 8;
+      // Some routes are inactive, and some tokens have no route at all.
+      if (dice == 0 || r / k % 7 == 3) id = dice % 2 == 0 ? -1 : g.experts;
+      SetId(g, r, id);
+      const auto weight = static_cast<float>(random.Symmetric());
+      std::memcpy(at(MxParam::kTopkWeights).data() + 4 * r, &weight, 4);
+    }
+    problem.geometry = g;
+    problem.tokens = tokens;
+    for (size_t s = 0; s < kMxParamCount; ++s) {
+      problem.slots[s] = buffers[s].data();
+    }
+  }
+
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  std::string& at(MxParam param) { return buffers[static_cast<size_t>(param)]; }
+
+  void SetId(const RequestGeometry& g, size_t route, int64_t id) {
+    std::string& ids = at(MxParam::kTopkIds);
+    if (g.id_dtype == DType::kI64) {
+      std::memcpy(ids.data() + 8 * route, &id, 8);
+    } else {
+      const auto narrow = static_cast<int32_t>(id);
+      std::memcpy(ids.data() + 4 * route, &narrow, 4);
+    }
+  }
+
+  void FillScales(std::string* to, size_t first, size_t count,
+                  double magnitude) {
+    for (size_t c = 0; c < count; ++c) {
+      const double f = random.Symmetric();
+      const uint16_t half = kd::f32_to_f16(
+          static_cast<float>(magnitude * (f + (f < 0 ? -0.5 : 0.5))));
+      std::memcpy(to->data() + 2 * (first + c), &half, 2);
+    }
+  }
+
+  static void FillSigns(std::string* to, size_t first,
+                        const std::vector<int8_t>& signs) {
+    for (size_t c = 0; c < signs.size(); ++c) {
+      const uint16_t half = signs[c] > 0 ? 0x3C00 : 0xBC00;
+      std::memcpy(to->data() + 2 * (first + c), &half, 2);
+    }
+  }
+
+  std::vector<double> Expected(ReferenceMode mode) const {
+    std::vector<int64_t> rows(static_cast<size_t>(problem.tokens));
+    std::iota(rows.begin(), rows.end(), 0);
+    std::vector<double> out(rows.size() *
+                            static_cast<size_t>(problem.geometry.hidden));
+    MxReferenceRows(problem, rows, mode, out.data(), 2);
+    return out;
+  }
+
+  SplitMix64 random;
+  std::vector<std::string> buffers;
+  MxProblem problem;
+};
+
+// ---- running a plan --------------------------------------------------------
+
+// Launches the template's plan for `capacity` tokens on the variant, with an
+// arena of `poison`. Returns [m][H].
+std::vector<float> RunPlan(const MxCpuVariant& v, const Call& call,
+                           uint32_t capacity, uint8_t poison) {
+  Problem problem;
+  problem.geometry = call.problem.geometry;
+  problem.interval = {1, capacity};
+  problem.device = AssumedProfile({.backend = Backend::kCpu, .level = 3});
+  const Assignment assignment = {
+      {"activation_bits", v.activation_bits},
+      {"tokens_tile", v.tokens_tile},
+      {"channels_tile", v.channels_tile},
+      {"row_group", v.row_group},
+      {"threads", std::max(1, problem.device.multiprocessors)}};
+  const absl::StatusOr<PlanBody> body =
+      FusedMoeMxCpuTemplate()->MakeBody(problem, assignment);
+  if (!body.ok()) {
+    ADD_FAILURE() << body.status();
+    return {};
+  }
+  const auto h = static_cast<size_t>(problem.geometry.hidden);
+  const auto m = static_cast<uint32_t>(call.problem.tokens);
+  std::vector<uint8_t> arena(body->arena.bytes + 256, poison);
+  uint8_t* base = arena.data();
+  base += 256 - reinterpret_cast<uintptr_t>(base) % 256;
+  // The output with a guard row on both sides.
+  std::vector<float> out((m + 2) * h, NAN);
+  for (const Step& step : body->steps) {
+    const MxCpuStep& entry = v.steps.at(step.entry);
+    const std::vector<uint32_t> offsets = ArgOffsets(step.args);
+    std::vector<uint8_t> args(offsets.back() + 8);
+    EXPECT_EQ(args.size(), entry.args_bytes) << step.entry;
+    for (size_t i = 0; i < step.args.size(); ++i) {
+      const Arg& arg = step.args[i];
+      if (arg.kind == ArgKind::kTokens) {
+        std::memcpy(args.data() + offsets[i], &m, sizeof m);
+        continue;
+      }
+      const void* at = nullptr;
+      if (arg.kind == ArgKind::kArena) {
+        at = base + body->arena.slices[arg.value].offset;
+      } else if (arg.value == static_cast<uint64_t>(MxParam::kOut)) {
+        at = out.data() + h;
+      } else {
+        at = call.problem.slots[arg.value];
+      }
+      std::memcpy(args.data() + offsets[i], &at, sizeof at);
+    }
+    const uint64_t x = step.grid[0].Evaluate(m);
+    const uint64_t y = step.grid[1].Evaluate(m);
+    const uint64_t count = x * y * step.grid[2].Evaluate(m);
+    std::atomic<uint64_t> next{0};
+    const auto work = [&] {
+      for (uint64_t b = next++; b < count; b = next++) {
+        entry.run(args.data(), static_cast<uint32_t>(b % x),
+                  static_cast<uint32_t>(b / x % y),
+                  static_cast<uint32_t>(b / x / y));
+      }
+    };
+    std::thread other(work);
+    work();
+    other.join();
+  }
+  for (size_t i = 0; i < h; ++i) {
+    EXPECT_TRUE(std::isnan(out[i]));
+    EXPECT_TRUE(std::isnan(out[out.size() - 1 - i]));
+  }
+  return std::vector<float>(out.begin() + static_cast<ptrdiff_t>(h),
+                            out.end() - static_cast<ptrdiff_t>(h));
+}
+
+// Of one row; zero rows must be exactly zero.
+struct RowError {
+  double relative = 0;
+  double cosine = 1;
+};
+
+RowError ErrorOf(const float* got, const double* want, size_t width) {
+  double difference = 0;
+  double dot = 0;
+  double norm_got = 0;
+  double norm_want = 0;
+  for (size_t c = 0; c < width; ++c) {
+    difference += (got[c] - want[c]) * (got[c] - want[c]);
+    dot += got[c] * want[c];
+    norm_got += double{got[c]} * got[c];
+    norm_want += want[c] * want[c];
+  }
+  if (norm_want == 0) return {.relative = difference == 0 ? 0 : INFINITY};
+  return {.relative = std::sqrt(difference / norm_want),
+          .cosine = dot / std::sqrt(norm_got * norm_want)};
+}
+
+RowError Worst(const std::vector<float>& got, const std::vector<double>& want,
+               size_t width) {
+  RowError worst;
+  for (size_t at = 0; at < got.size(); at += width) {
+    const RowError error = ErrorOf(got.data() + at, want.data() + at, width);
+    worst.relative = std::max(worst.relative, error.relative);
+    worst.cosine = std::min(worst.cosine, error.cosine);
+  }
+  return worst;
+}
+
+class MxCpuKernelTest : public ::testing::TestWithParam<MxCpuVariant> {
+ protected:
+  bool quantised() const { return GetParam().activation_bits == 8; }
+
+  ReferenceMode sequential() const {
+    return quantised() ? ReferenceMode::kSequentialW4A8
+                       : ReferenceMode::kSequential;
+  }
+
+  ReferenceMode staged() const {
+    return quantised() ? ReferenceMode::kStagedW4A8 : ReferenceMode::kStaged;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Variants, MxCpuKernelTest,
+                         ::testing::ValuesIn(MxCpuVariants()),
+                         [](const auto& v) { return v.param.name; });
+
+TEST_P(MxCpuKernelTest, EqualsTheSequentialReferenceBitForBit) {
+  const MxCpuVariant& v = GetParam();
+  for (const uint32_t tokens : {1u, 19u}) {
+    SCOPED_TRACE("m=" + std::to_string(tokens));
+    const Call call(GeometryOf(v), tokens, 77 + tokens);
+    const std::vector<float> out = RunPlan(v, call, 24, 0xFF);
+    const std::vector<double> expected = call.Expected(sequential());
+    for (size_t i = 0; i < out.size(); ++i) {
+      ASSERT_EQ(kd::FloatBits(out[i]),
+                kd::FloatBits(static_cast<float>(expected[i])))
+          << "row " << i / v.hidden << ", column " << i % v.hidden;
+    }
+    EXPECT_TRUE(std::any_of(out.begin(), out.end(), [](float value) {
+      return std::fabs(value) > 0.1f;
+    }));
+  }
+}
+
+// The protocol's bounds: small-M against the reference without quantised
+// activations, grouped against the one with them.
+TEST_P(MxCpuKernelTest, KeepsTheCosineOfItsArm) {
+  const MxCpuVariant& v = GetParam();
+  const Call call(GeometryOf(v), 10, 5);
+  const std::vector<float> out = RunPlan(v, call, 10, 0x7B);
+  const RowError own = Worst(out, call.Expected(staged()), v.hidden);
+  EXPECT_LE(own.relative, 1e-3);
+  EXPECT_GE(own.cosine, quantised() ? 0.9998 : 0.99995);
+  const RowError exact =
+      Worst(out, call.Expected(ReferenceMode::kFloat64), v.hidden);
+  EXPECT_LE(exact.relative, quantised() ? 8e-2 : 2e-3);
+  if (!quantised()) {
+    EXPECT_GE(exact.cosine, 0.99995);
+  }
+}
+
+TEST_P(MxCpuKernelTest, ReadsNothingThatTheLaunchDidNotWrite) {
+  const MxCpuVariant& v = GetParam();
+  const Call call(GeometryOf(v), 9, 6);
+  const std::vector<float> first = RunPlan(v, call, 20, 0xFF);
+  for (const uint8_t poison : {uint8_t{0x00}, uint8_t{0x7B}}) {
+    const std::vector<float> again = RunPlan(v, call, 20, poison);
+    EXPECT_EQ(
+        std::memcmp(first.data(), again.data(), first.size() * sizeof(float)),
+        0);
+  }
+}
+
+TEST_P(MxCpuKernelTest, NanInATokenStaysInItsRow) {
+  const MxCpuVariant& v = GetParam();
+  Call call(GeometryOf(v), 8, 7);
+  for (uint32_t j = 0; j < v.top_k; ++j) {
+    call.SetId(call.problem.geometry, 2 * v.top_k + j, j % v.experts);
+  }
+  const std::vector<float> before = RunPlan(v, call, 8, 0xFF);
+  const uint16_t nan = v.x_bf16 ? 0x7FC0 : 0x7E00;
+  std::memcpy(call.at(MxParam::kX).data() + 2 * (2 * v.hidden + 100), &nan, 2);
+  const std::vector<float> after = RunPlan(v, call, 8, 0xFF);
+  for (size_t i = 0; i < after.size(); ++i) {
+    if (i / v.hidden == 2) {
+      ASSERT_TRUE(std::isnan(after[i])) << i;
+    } else {
+      ASSERT_EQ(kd::FloatBits(after[i]), kd::FloatBits(before[i])) << i;
+    }
+  }
+}
+
+// Variants that differ in axes and lanes alone are candidates of one request.
+TEST(MxCpuKernelTest, AllCandidatesOfAnArmGiveEqualBits) {
+  std::map<std::tuple<uint32_t, int, int64_t>, std::vector<float>> first;
+  size_t compared = 0;
+  for (const MxCpuVariant& v : MxCpuVariants()) {
+    const Call call(GeometryOf(v), 9, 8);
+    const std::vector<float> out = RunPlan(v, call, 9, 0xFF);
+    const auto [it, inserted] =
+        first.try_emplace({v.hidden, v.bits, v.activation_bits}, out);
+    if (inserted) continue;
+    ++compared;
+    EXPECT_EQ(
+        std::memcmp(it->second.data(), out.data(), out.size() * sizeof(float)),
+        0)
+        << v.name;
+  }
+  EXPECT_GE(compared, 4u);
+}
+
+// What `kiln prepare` writes is what the op reads: the kernel over a prepared
+// layer against the reference over the sidecar it came from.
+TEST(MxCpuKernelTest, RunsOnAPreparedLayer) {
+  const NpkMetadata metadata = testing::SmallNpk();
+  const testing::ScratchFolder scratch;
+  const std::string folder = scratch.path();
+  const std::string name =
+      NpkFileName(metadata.layer, metadata.rank, metadata.world_size);
+  const std::string file =
+      testing::NpkBytes(metadata, testing::RandomNpkTensors(metadata, 3));
+  ASSERT_OK(WriteFileAtomically(folder + "/" + name, file));
+  PrepareOptions options;
+  options.layer = metadata.layer;
+  options.rank = metadata.rank;
+  options.ranks = metadata.world_size;
+  ASSERT_OK_AND_ASSIGN(const PreparedNpkLayer prepared,
+                       PrepareNpkLayer(folder, folder, options));
+  ASSERT_OK_AND_ASSIGN(SafetensorsFile layer,
+                       SafetensorsFile::Open(prepared.path));
+  std::map<std::string, const SafetensorsTensor*> tensors;
+  for (const SafetensorsTensor& tensor : layer.header().tensors()) {
+    tensors[std::string(tensor.name)] = &tensor;
+  }
+  ASSERT_OK_AND_ASSIGN(const NpkSidecar sidecar,
+                       NpkSidecar::Open(folder + "/" + name));
+  size_t used = 0;
+  for (const MxCpuVariant& v : MxCpuVariants()) {
+    if (v.hidden != metadata.hidden || v.inter != metadata.intermediate ||
+        v.experts != metadata.experts || v.bits != metadata.bits || !v.x_bf16 ||
+        v.id_i64) {
+      continue;
+    }
+    ++used;
+    Call call(GeometryOf(v), 6, 9);
+    call.problem.geometry.mx.limit = metadata.limit;
+    const std::vector<ParamDecl> params = MxParams(call.problem.geometry);
+    for (size_t s = static_cast<size_t>(MxParam::kW13);
+         s <= static_cast<size_t>(MxParam::kDownSvh); ++s) {
+      ASSERT_TRUE(tensors.count(params[s].name)) << params[s].name;
+      ASSERT_OK_AND_ASSIGN(const auto bytes,
+                           layer.Bytes(*tensors[params[s].name]));
+      ASSERT_EQ(bytes.size(), call.buffers[s].size()) << params[s].name;
+      std::memcpy(call.buffers[s].data(), bytes.data(), bytes.size());
+    }
+    const std::vector<float> out = RunPlan(v, call, 6, 0xFF);
+    NpkProblem problem;
+    problem.weights = &sidecar;
+    problem.tokens = 6;
+    problem.top_k = v.top_k;
+    problem.x = reinterpret_cast<const uint16_t*>(call.at(MxParam::kX).data());
+    problem.topk_ids =
+        reinterpret_cast<const int32_t*>(call.at(MxParam::kTopkIds).data());
+    problem.topk_weights =
+        reinterpret_cast<const float*>(call.at(MxParam::kTopkWeights).data());
+    const std::vector<int64_t> rows = {0, 1, 2, 3, 4, 5};
+    std::vector<double> expected(out.size());
+    const bool quantised = v.activation_bits == 8;
+    NpkReferenceRows(
+        problem, rows,
+        quantised ? ReferenceMode::kSequentialW4A8 : ReferenceMode::kSequential,
+        expected.data());
+    for (size_t i = 0; i < out.size(); ++i) {
+      ASSERT_EQ(kd::FloatBits(out[i]),
+                kd::FloatBits(static_cast<float>(expected[i])))
+          << v.name << " row " << i / v.hidden << ", column " << i % v.hidden;
+    }
+  }
+  EXPECT_EQ(used, 2u);
+}
+
+}  // namespace
+}  // namespace kiln
