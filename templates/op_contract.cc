@@ -1,6 +1,7 @@
 #include "templates/op_contract.h"
 
 #include "compiler/base/check.h"
+#include "templates/fused_moe/mx_workload.h"
 #include "templates/fused_moe/workload.h"
 #include "templates/linear/workload.h"
 
@@ -9,7 +10,9 @@ namespace kiln {
 const OpContract& ContractOf(const RequestGeometry& geometry) {
   switch (geometry.op) {
     case Op::kFusedMoe:
-      return FusedMoeContract();
+      return geometry.weights.format == WeightFormat::kTrellisMx
+                 ? MxContract()
+                 : FusedMoeContract();
     case Op::kLinear:
       return LinearContract();
   }

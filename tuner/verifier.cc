@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "compiler/base/status_macros.h"
+#include "templates/fused_moe/op_mx.h"
 
 namespace kiln {
 namespace {
@@ -187,8 +188,7 @@ class RowChecker {
 
   void CheckOracle(int threads) {
     const bool uniform = test_.kind == DrawKind::kUniform;
-    const ReferenceMode mode =
-        uniform ? ReferenceMode::kFloat64 : promise_.mode;
+    const ReferenceMode mode = uniform ? promise_.oracle : promise_.mode;
     const bool one_term = test_.kind == DrawKind::kOneTerm;
     const double row_max = uniform    ? promise_.tolerance
                            : one_term ? promise_.one_term_error_max
@@ -196,7 +196,7 @@ class RowChecker {
     const bool exact = row_max == 0;
     const std::vector<double> expected = bench_->workload().Expected(
         test_.kind, test_.draw, test_.rows, threads, mode);
-    double& worst = mode == ReferenceMode::kFloat64 ? result_->worst_error
+    double& worst = uniform    ? result_->worst_error
                     : one_term ? result_->worst_one_term_error
                                : result_->worst_staged_error;
     Error all;
@@ -379,8 +379,14 @@ std::vector<VerifyCase> VerifyCases(const Interval& interval) {
 Promise PromiseOf(absl::string_view numerics_class, double tolerance) {
   Promise promise;
   promise.tolerance = tolerance;
-  if (numerics_class == "w4a16.f16.sequential") {
+  if (numerics_class == "w4a16.f16.sequential" ||
+      numerics_class == MxNumericsClass(MxArm::kSmallM)) {
     promise.mode = ReferenceMode::kSequential;
+    return promise;
+  }
+  if (numerics_class == MxNumericsClass(MxArm::kGrouped)) {
+    promise.oracle = ReferenceMode::kStagedW4A8;
+    promise.mode = ReferenceMode::kSequentialW4A8;
     return promise;
   }
   promise.mode = ReferenceMode::kStaged;

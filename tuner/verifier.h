@@ -53,6 +53,10 @@ std::vector<VerifyCase> VerifyCases(const Interval& interval);
 
 // What a candidate's results must agree with, beyond its tolerance.
 struct Promise {
+  // The reference for uniform draws: the float64 oracle, or, where activations
+  // are quantised, the rounding boundaries, since what quantising costs would
+  // hide what a wrong kernel does.
+  ReferenceMode oracle = ReferenceMode::kFloat64;
   // The reference for draws that are not uniform.
   ReferenceMode mode = ReferenceMode::kFloat64;
   // Largest relative Frobenius error of a row against it, and of all finite
@@ -62,7 +66,7 @@ struct Promise {
   // Largest such error of a row of a one-term draw, where no order of sums
   // excuses a wrong rounding.
   double one_term_error_max = 0;
-  // The same of a row of a uniform draw against the float64 oracle.
+  // The same of a row of a uniform draw against `oracle`.
   double tolerance = 0;
 };
 
@@ -73,6 +77,8 @@ struct Promise {
 // values. A value that is rounded to its other neighbour moves a whole block by
 // a little, and so some of its neighbours' next roundings: two right kernels
 // differ by up to half of what wrong roundings cost, except in one-term draws.
+// "mx.w4a16.fold32" and "mx.w4a8.fold32" promise the bits of kSequential and
+// kSequentialW4A8; uniform draws of the latter are held against kStagedW4A8.
 // Of an unknown class only the tolerance is known.
 Promise PromiseOf(absl::string_view numerics_class, double tolerance);
 
@@ -82,8 +88,8 @@ PlanBody WithArenaZones(const PlanBody& body);
 
 struct VerifyResult {
   bool passed = true;
-  // Largest relative Frobenius error of a row against the float64 oracle, and
-  // against the promised rounding boundaries.
+  // Largest relative Frobenius error of a row against the oracle of its
+  // promise, and against the promised rounding boundaries.
   double worst_error = 0;
   double worst_staged_error = 0;
   double worst_case_error = 0;      // as Promise::case_error_max

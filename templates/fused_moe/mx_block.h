@@ -3,8 +3,8 @@
 //
 // Source: trellis format specification, section 4.6; prepared-weights
 // specification, section A.9.4.
-#ifndef KILN_FUSED_MOE_MX_BLOCK_H_
-#define KILN_FUSED_MOE_MX_BLOCK_H_
+#ifndef KILN_TEMPLATES_FUSED_MOE_MX_BLOCK_H_
+#define KILN_TEMPLATES_FUSED_MOE_MX_BLOCK_H_
 
 #include "device/platform.h"
 
@@ -101,4 +101,4 @@ KILN_FN u8 QuantizeMxBlock(const float* values, u8* payload) {
 
 }  // namespace kd
 
-#endif  // KILN_FUSED_MOE_MX_BLOCK_H_
+#endif  // KILN_TEMPLATES_FUSED_MOE_MX_BLOCK_H_

@@ -3,8 +3,8 @@
 // operand of the down projection.
 //
 // Source: prepared-weights specification, sections A.6 and A.9.5.
-#ifndef KILN_FUSED_MOE_MX_BOUNDARY_H_
-#define KILN_FUSED_MOE_MX_BOUNDARY_H_
+#ifndef KILN_TEMPLATES_FUSED_MOE_MX_BOUNDARY_H_
+#define KILN_TEMPLATES_FUSED_MOE_MX_BOUNDARY_H_
 
 #include "device/activation.h"
 #include "device/hadamard.h"
@@ -88,4 +88,4 @@ KILN_FN void MxBoundary128(const MxTables& tables, u32 first, float limit,
 
 }  // namespace kd
 
-#endif  // KILN_FUSED_MOE_MX_BOUNDARY_H_
+#endif  // KILN_TEMPLATES_FUSED_MOE_MX_BOUNDARY_H_

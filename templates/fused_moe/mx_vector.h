@@ -1,7 +1,7 @@
 // What a CPU kernel does to TrellisMX weights in lanes: the NPK-1 law, and the
 // scales of a group of output channels.
-#ifndef KILN_FUSED_MOE_MX_VECTOR_H_
-#define KILN_FUSED_MOE_MX_VECTOR_H_
+#ifndef KILN_TEMPLATES_FUSED_MOE_MX_VECTOR_H_
+#define KILN_TEMPLATES_FUSED_MOE_MX_VECTOR_H_
 
 #include "device/cpu_vector.h"
 #include "device/platform.h"
@@ -44,4 +44,4 @@ KILN_FN F32V<L> ScaleLanes(U32V<L> words, u32 byte) {
 
 }  // namespace kd
 
-#endif  // KILN_FUSED_MOE_MX_VECTOR_H_
+#endif  // KILN_TEMPLATES_FUSED_MOE_MX_VECTOR_H_

@@ -12,6 +12,7 @@
 #include "compiler/spec/request.h"
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/reference.h"
+#include "templates/fused_moe/routed_tokens.h"
 #include "templates/op_contract.h"
 #include "templates/op_workload.h"
 
@@ -39,11 +40,7 @@ class FusedMoeWorkload : public OpWorkload {
     return Constant(static_cast<size_t>(param));
   }
 
-  struct Tokens {
-    std::string x;
-    std::string topk_ids;
-    std::string topk_weights;
-  };
+  using Tokens = RoutedTokens::Tokens;
 
   // TokenInputs by name.
   Tokens MakeTokens(DrawKind kind, uint32_t draw, uint32_t tokens) const;
@@ -54,20 +51,15 @@ class FusedMoeWorkload : public OpWorkload {
                         uint32_t tokens) const override;
 
  private:
-  // Ids of one token; inactive ones as they are stored.
-  std::vector<int64_t> RoutesOf(DrawKind kind, uint32_t draw,
-                                uint32_t token) const;
   // Channel of x in a one-term draw; `ids` has one that is active.
   double OneTermValue(const std::vector<int64_t>& ids, uint32_t token,
                       int64_t channel) const;
-  void AppendToken(DrawKind kind, uint32_t draw, uint32_t token,
-                   Tokens* out) const;
   // The reference on tokens 0 .. max(rows) of a draw.
   std::vector<double> Evaluate(DrawKind kind, uint32_t draw,
                                const std::vector<int64_t>& rows, int threads,
                                ReferenceMode mode) const override;
 
-  uint64_t seed_;
+  RoutedTokens tokens_;
   std::vector<std::string> constants_;  // by slot; empty where per-token
 };
 

@@ -1,6 +1,6 @@
 // The kernels' own MXFP8, NPK-1 and H512 against the formats' definitions.
 
-#include "fused_moe/mx_block.h"
+#include "templates/fused_moe/mx_block.h"
 
 #include <bit>
 #include <cmath>
@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "device/cpu_vector.h"
-#include "formats/npk_law.h"
-#include "fused_moe/mx_boundary.h"
-#include "fused_moe/mx_vector.h"
 #include "gtest/gtest.h"
 #include "templates/formats/mxfp8.h"
+#include "templates/formats/npk_law.h"
+#include "templates/fused_moe/mx_boundary.h"
+#include "templates/fused_moe/mx_vector.h"
 #include "tests/templates/test_data.h"
 
 namespace kiln {

@@ -1,0 +1,250 @@
+#include "templates/fused_moe/mx_workload.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "compiler/base/check.h"
+#include "templates/formats/coupled_signs.h"
+#include "templates/fused_moe/mx_reference.h"
+#include "templates/fused_moe/op.h"
+#include "templates/seeded_values.h"
+
+namespace kiln {
+namespace {
+
+constexpr uint64_t kStreamWeights = 1;
+constexpr uint64_t kStreamScales = 2;
+
+// Standard deviation of NPK-1's values, 2.49, times the root mean square of the
+// block scales below.
+constexpr double kWeightSize = 2.49 * 1.15;
+// 1/4, 1/2, 1, 2.
+constexpr uint8_t kLeastScale = 125;
+constexpr uint64_t kScales = 4;
+
+constexpr size_t kInner = 128;
+constexpr size_t kOuter = 512;
+constexpr uint16_t kHalfOne = 0x3C00;
+constexpr uint16_t kHalfMinusOne = 0xBC00;
+
+size_t Slot(MxParam param) { return static_cast<size_t>(param); }
+
+std::string MakeBlockScales(uint64_t bytes, uint64_t seed) {
+  SplitMix64 random(seed);
+  std::string out(bytes, '\0');
+  for (char& byte : out) {
+    byte = static_cast<char>(kLeastScale + random.Below(kScales));
+  }
+  return out;
+}
+
+void AppendSigns(std::string* out, const std::vector<int8_t>& signs) {
+  for (const int8_t sign : signs) {
+    AppendBytes(out, sign > 0 ? kHalfOne : kHalfMinusOne);
+  }
+}
+
+// Channel of x whose H512, scaled by ones in the first 128, is one row of H128
+// there and zero elsewhere, so that the H128 behind it leaves one channel: four
+// equal numbers, one in each quarter of the first 512.
+double OneTermValue(int64_t hidden, uint32_t token, int64_t channel) {
+  if (channel >= static_cast<int64_t>(kOuter)) return 0;
+  const uint32_t row = (token * 37 + 11) % kInner;
+  if (static_cast<size_t>(channel) % kInner != row) return 0;
+  // A power of two that makes gates of order one: the rotated channel is twice
+  // this, where one of `hidden` bell-shaped ones is one.
+  return std::exp2(
+      std::round(0.5 * std::log2(static_cast<double>(hidden)) - 1));
+}
+
+}  // namespace
+
+MxWorkload::MxWorkload(const RequestGeometry& geometry, uint64_t seed)
+    : OpWorkload(geometry, geometry.hidden),
+      tokens_(geometry, seed),
+      constants_(kMxParamCount) {
+  const std::vector<uint64_t> bytes = MxBytes(geometry, 0);
+  const auto weights_seed = [&](MxParam param) {
+    return MixSeed(seed, kStreamWeights, Slot(param), 0);
+  };
+  const auto scales_seed = [&](MxParam param, uint64_t expert) {
+    return MixSeed(seed, kStreamScales, Slot(param), expert);
+  };
+  for (const MxParam param : {MxParam::kW13, MxParam::kW2}) {
+    constants_[Slot(param)] =
+        MakeWords(bytes[Slot(param)], weights_seed(param));
+  }
+  for (const MxParam param : {MxParam::kW13Scale, MxParam::kW2Scale}) {
+    constants_[Slot(param)] =
+        MakeBlockScales(bytes[Slot(param)], weights_seed(param));
+  }
+  // A dot product over n inputs grows by sqrt(n); the scale behind it takes
+  // that back.
+  const auto hidden = static_cast<uint64_t>(geometry.hidden);
+  const auto inter = static_cast<uint64_t>(geometry.intermediate);
+  const auto fold = [](uint64_t inputs) {
+    return 1 / (kWeightSize * std::sqrt(static_cast<double>(inputs)));
+  };
+  std::string& suh = constants_[Slot(MxParam::kGateUpSuh)];
+  suh = MakeScales(hidden, 1, scales_seed(MxParam::kGateUpSuh, 0));
+  for (size_t c = 0; c < kInner; ++c) {
+    std::memcpy(suh.data() + 2 * c, &kHalfOne, sizeof(kHalfOne));
+  }
+  constants_[Slot(MxParam::kDownSvh)] =
+      MakeScales(hidden, fold(inter), scales_seed(MxParam::kDownSvh, 0));
+  std::string& rotations = constants_[Slot(MxParam::kRotations)];
+  for (int64_t e = 0; e < geometry.experts; ++e) {
+    const auto expert = static_cast<uint64_t>(e);
+    rotations += MakeScales(2 * inter, fold(hidden),
+                            scales_seed(MxParam::kRotations, 2 * expert));
+    rotations +=
+        MakeScales(inter, 1, scales_seed(MxParam::kRotations, 2 * expert + 1));
+    // Begins at 1: draw 0 has no sign.
+    const auto draw = static_cast<uint8_t>((e + 1) % (kSignDrawMax + 1));
+    AppendSigns(&rotations, CoupledSigns(draw, SignAxis::kPre, 2 * inter));
+    AppendSigns(&rotations, CoupledSigns(draw, SignAxis::kPost, inter));
+  }
+  for (size_t i = Slot(MxParam::kW13); i <= Slot(MxParam::kDownSvh); ++i) {
+    KILN_CHECK(constants_[i].size() == bytes[i]);
+  }
+}
+
+absl::string_view MxWorkload::Constant(size_t slot) const {
+  return constants_[slot];
+}
+
+std::vector<std::string> MxWorkload::TokenInputs(DrawKind kind, uint32_t draw,
+                                                 uint32_t tokens) const {
+  RoutedTokens::Tokens made = tokens_.Make(
+      kind, draw, tokens,
+      [this](const std::vector<int64_t>&, uint32_t token, int64_t channel) {
+        return OneTermValue(geometry().hidden, token, channel);
+      });
+  std::vector<std::string> slots(kMxParamCount);
+  slots[Slot(MxParam::kX)] = std::move(made.x);
+  slots[Slot(MxParam::kTopkIds)] = std::move(made.topk_ids);
+  slots[Slot(MxParam::kTopkWeights)] = std::move(made.topk_weights);
+  return slots;
+}
+
+int64_t MxWorkload::ActiveExperts(DrawKind kind, uint32_t draw,
+                                  uint32_t tokens) const {
+  return tokens_.ActiveExperts(kind, draw, tokens);
+}
+
+std::vector<double> MxWorkload::Evaluate(DrawKind kind, uint32_t draw,
+                                         const std::vector<int64_t>& rows,
+                                         int threads,
+                                         ReferenceMode mode) const {
+  const auto tokens =
+      static_cast<uint32_t>(*std::max_element(rows.begin(), rows.end()) + 1);
+  const std::vector<std::string> inputs = TokenInputs(kind, draw, tokens);
+  MxProblem problem;
+  problem.geometry = geometry();
+  problem.tokens = tokens;
+  for (size_t i = 0; i < kMxParamCount; ++i) {
+    problem.slots[i] =
+        inputs[i].empty() ? constants_[i].data() : inputs[i].data();
+  }
+  std::vector<double> result(rows.size() * row_width());
+  MxReferenceRows(problem, rows, mode, result.data(), threads);
+  return result;
+}
+
+namespace {
+
+std::vector<BufferFill> MxBuffers(const RequestGeometry& geometry) {
+  const auto words = [](uint32_t element_bytes, uint64_t mask, uint64_t set) {
+    return BufferFill{.kind = BufferFill::Kind::kWords,
+                      .element_bytes = element_bytes,
+                      .a = mask,
+                      .b = set};
+  };
+  // Scales and signs share a table, so both get the same numbers: the square of
+  // their size takes back the growth of the products in front of them.
+  const double growth =
+      kWeightSize * std::sqrt(static_cast<double>(geometry.hidden));
+  const int shrink = -static_cast<int>(std::lround(std::log2(growth) / 2));
+  const BufferFill stream = words(2, 0xFFFF, 0);
+  const BufferFill scales = words(1, 3, 0x7C);  // 2^-3 .. 1
+  std::vector<BufferFill> out = {
+      FloatFill(geometry.io_dtype, -1, true),
+      {.kind = BufferFill::Kind::kIndices,
+       .element_bytes = DTypeBytes(geometry.id_dtype),
+       .a = static_cast<uint64_t>(geometry.experts)},
+      FloatFill(DType::kF32, -3, false),
+      stream,
+      stream,
+      scales,
+      scales,
+      FloatFill(DType::kF16, -1, true),
+      FloatFill(DType::kF16, shrink, true),
+      FloatFill(DType::kF16, -1, true),
+      {.kind = BufferFill::Kind::kNone, .element_bytes = 4},
+  };
+  KILN_CHECK(out.size() == kMxParamCount);
+  const std::vector<uint64_t> none = MxBytes(geometry, 0);
+  const std::vector<uint64_t> one = MxBytes(geometry, 1);
+  for (size_t i = 0; i < out.size(); ++i) {
+    out[i].bytes = none[i];
+    out[i].bytes_per_token = one[i] - none[i];
+  }
+  return out;
+}
+
+class Contract : public OpContract {
+ public:
+  std::vector<ParamDecl> Params(
+      const RequestGeometry& geometry) const override {
+    return MxParams(geometry);
+  }
+
+  std::vector<BufferFill> Buffers(
+      const RequestGeometry& geometry) const override {
+    return MxBuffers(geometry);
+  }
+
+  OpWork Work(const RequestGeometry& geometry) const override {
+    const auto hidden = static_cast<double>(geometry.hidden);
+    const auto inter = static_cast<double>(geometry.intermediate);
+    const int bits = geometry.weights.bits.gate;
+    OpWork work;
+    work.matrices = {
+        {.slot = Slot(MxParam::kW13),
+         .weights = 2 * hidden * inter,
+         .bits = bits},
+        {.slot = Slot(MxParam::kW2), .weights = hidden * inter, .bits = bits}};
+    // One byte for 32 weights, and six tables of I; f16.
+    work.scale_bytes = 3 * hidden * inter / 32 + 6 * inter * 2;
+    // x in 16 bits, the result in 32.
+    work.token_bytes = hidden * (2 + 4);
+    work.routes = static_cast<double>(geometry.top_k);
+    return work;
+  }
+
+  double TilesExpected(const RequestGeometry& geometry, uint32_t tile,
+                       uint32_t m) const override {
+    return FusedMoeTilesExpected(geometry, tile, m);
+  }
+
+  uint64_t TilesMax(const RequestGeometry& geometry, uint32_t tile,
+                    uint32_t m) const override {
+    return FusedMoeTilesMax(geometry, tile, m);
+  }
+
+  std::unique_ptr<OpWorkload> MakeWorkload(const RequestGeometry& geometry,
+                                           uint64_t seed) const override {
+    return std::make_unique<MxWorkload>(geometry, seed);
+  }
+};
+
+}  // namespace
+
+const OpContract& MxContract() {
+  static const auto* const contract = new Contract;
+  return *contract;
+}
+
+}  // namespace kiln

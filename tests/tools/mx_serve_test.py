@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""A request over TrellisMX weights from its manifest to a launch: which arm
+answers which token counts, what changes a plan's identity, what is refused."""
+
+import json
+import pathlib
+import re
+import tempfile
+import unittest
+
+import small_bundle
+from small_bundle import kiln
+
+REQUEST = {
+    "name": "moe", "op": "fused_moe", "layers": 1, "hidden": 512,
+    "intermediate": 128, "experts": 4, "top_k": 2, "activation": "silu",
+    "io_dtype": "bf16", "id_dtype": "i32",
+    "weights": {"format": "trellis_mx", "bits": 3, "limit": "10"},
+    "recipe": "w4a8", "smallm_max_tokens": 4, "capacities": [1, 4, 8]}
+LIMITS = ["--target", "cpu", "--max-candidates", "1"]
+
+
+def manifest(folder, **changes):
+    path = pathlib.Path(folder) / "changed.json"
+    path.write_text(json.dumps({"schema": "kiln.model/1", "name": "mx",
+                                "requests": [{**REQUEST, **changes}]}))
+    return path
+
+
+class MxServeTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.scratch = tempfile.TemporaryDirectory()
+        cls.folder = pathlib.Path(cls.scratch.name)
+        cls.bundle = small_bundle.make(cls.folder, "mx", REQUEST)
+        cls.cache = cls.folder / "mx.cache"
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.scratch.cleanup()
+
+    def arms(self, **changes):
+        """Activation bits of the candidates, by interval."""
+        done = kiln("plan", manifest(self.folder, **changes), *LIMITS)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        found = {}
+        for line in done.stdout.splitlines():
+            interval = re.search(r" m (\d+\.\.\d+)$", line)
+            if interval:
+                found[interval[1]] = set()
+            point = re.match(r"  fused_moe\.mx_cpu\{activation_bits=(\d+)", line)
+            if point:
+                list(found.values())[-1].add(int(point[1]))
+        return found
+
+    def run_bundle(self, bundle, tokens):
+        return kiln("run", bundle, "--entry", "moe", "--tokens", tokens,
+                    "--check", "--allow-unqualified")
+
+    def test_up_to_the_limit_the_small_m_arm_answers_above_it_the_grouped(self):
+        self.assertEqual(self.arms(),
+                         {"1..1": {16}, "2..4": {16}, "5..8": {8}})
+
+    def test_limit_zero_sends_one_token_to_the_grouped_arm(self):
+        self.assertEqual(self.arms(smallm_max_tokens=0),
+                         {"1..1": {8}, "2..4": {8}, "5..8": {8}})
+
+    def test_every_count_passes_the_oracle_of_its_arm(self):
+        for tokens in (1, 3, 4, 5, 8):
+            done = self.run_bundle(self.bundle, tokens)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn("PASS", done.stdout)
+
+    def test_every_plan_repeats_its_digest(self):
+        done = kiln("verify", self.bundle, "--selftest", "--allow-unqualified")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(done.stdout.count("passed"), 3)
+
+    def test_bench_times_every_capacity(self):
+        done = kiln("bench", self.bundle, "--allow-unqualified")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(done.stdout.count("fused_moe.mx_cpu{"), 3)
+
+    def test_another_limit_is_another_plan(self):
+        """The cache holds plans of limit 4 alone, also where the arm is equal:
+        1..1 has the small-M arm under limit 1 too."""
+        freeze = ["freeze", manifest(self.folder, smallm_max_tokens=1), *LIMITS,
+                  "-o", self.folder / "other.kiln", "--allow-unqualified"]
+        done = kiln("--cache", self.cache, *freeze)
+        self.assertEqual(done.returncode, 3, done.stdout)
+        self.assertIn("no plan for moe m 1..1", done.stderr)
+
+    def test_a_limit_inside_an_interval_is_refused(self):
+        done = kiln("plan", manifest(self.folder, smallm_max_tokens=2), *LIMITS)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn('"smallm_max_tokens" is 2, must be one of "capacities"',
+                      done.stderr)
+
+    def test_a_target_without_a_template_refuses_by_name(self):
+        done = kiln("prewarm", manifest(self.folder), "--target", "sm_90a")
+        self.assertEqual(done.returncode, 4, done.stderr)
+        self.assertIn("serves op fused_moe over weights of trellis_mx on "
+                      "sm_90a", done.stderr)
+
+    def test_without_the_grouped_plan_its_counts_fail_and_nothing_compiles(self):
+        """A bundle of the small-M intervals answers them and refuses the
+        others; a freeze that wants the missing plan names it."""
+        small = kiln("--cache", self.cache, "freeze",
+                     manifest(self.folder, capacities=[1, 4]), *LIMITS, "-o",
+                     self.folder / "small.kiln", "--allow-unqualified",
+                     "--keep-intervals")
+        self.assertEqual(small.returncode, 0, small.stderr)
+        self.assertEqual(
+            self.run_bundle(self.folder / "small.kiln", 4).returncode, 0)
+        done = self.run_bundle(self.folder / "small.kiln", 5)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("KILN_STATUS_TOKENS_OUT_OF_RANGE", done.stderr)
+        freeze = kiln("--cache", self.cache, "freeze",
+                      manifest(self.folder, capacities=[1, 4, 16]), *LIMITS,
+                      "-o", self.folder / "none.kiln", "--allow-unqualified")
+        self.assertEqual(freeze.returncode, 3, freeze.stdout)
+        self.assertIn("no plan for moe m 5..16", freeze.stderr)
+        self.assertFalse((self.folder / "none.kiln").exists())
+
+
+if __name__ == "__main__":
+    unittest.main()
