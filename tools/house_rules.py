@@ -156,6 +156,10 @@ def code_lines(text):
     return re.sub(r"//[^\n]*", "", text).split("\n")
 
 
+# Virtual names, or how they begin, of headers that TrellisMX kernels share.
+MX_HEADERS = ("fused_moe/mx_", "formats/npk_law.h")
+
+
 class Tree:
     """The files of the source tree, read once."""
 
@@ -210,8 +214,9 @@ class Tree:
         if include in self.texts:
             return include
         # Device headers have the virtual name "device/x.h" for every compiler,
-        # what CPU kernels share "cpu/x.h".
-        if include.startswith(("device/", "cpu/")):
+        # what CPU kernels share "cpu/x.h", and what TrellisMX kernels share
+        # those of MX_HEADERS.
+        if include.startswith(("device/", "cpu/", *MX_HEADERS)):
             return "templates/" + include
         return None
 
@@ -228,6 +233,9 @@ class Tree:
         elif re.match(r"templates/[^/]+/cpu[^/]*\.cc$|"
                       r"templates/cpu/trellis_product\.h$", path):
             kernel = ("cpu/", "device/")
+        elif re.match(r"templates/fused_moe/mx_(cpu\.cc|(block|boundary|vector)"
+                      r"\.h)$|templates/formats/npk_law\.h$", path):
+            kernel = ("device/", *MX_HEADERS)
         lines = without_raw_strings(self.texts[path]).split("\n")
         for number, line in enumerate(lines, 1):
             match = INCLUDE.match(line)
