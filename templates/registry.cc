@@ -9,6 +9,7 @@
 #include "templates/fused_moe/template_mx_cpu.h"
 #include "templates/fused_moe/template_stream.h"
 #include "templates/linear/template_cpu.h"
+#include "templates/linear/template_cuda.h"
 
 namespace kiln {
 
@@ -42,6 +43,7 @@ const std::vector<const KernelTemplate*>& AllTemplates() {
       FusedMoeStreamTemplate(),
       FusedMoeMxCpuTemplate(),
       LinearCpuTemplate(),
+      LinearCudaTemplate(),
   };
   return *templates;
 }
