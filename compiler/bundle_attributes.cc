@@ -80,8 +80,7 @@ constexpr std::initializer_list<DType> kDTypes = {DType::kF32,  DType::kF16,
                                                   DType::kI32,  DType::kI64};
 
 void ReadCodebook(Fields* fields, Weights* weights) {
-  fields->OneOf("codebook",
-                {Codebook::k3Inst, Codebook::kMcg, Codebook::kMul1},
+  fields->OneOf("codebook", {Codebook::k3Inst, Codebook::kMcg, Codebook::kMul1},
                 CodebookName, &weights->codebook);
 }
 

@@ -99,7 +99,8 @@ struct Call {
       std::memcpy(at(MxParam::kX).data() + 2 * c, &half, 2);
     }
     for (size_t r = 0; r < tokens * k; ++r) {
-      int64_t id = static_cast<int64_t>(random.Next() % g.experts);
+      int64_t id = static_cast<int64_t>(random.Next() %
+                                        static_cast<uint64_t>(g.experts));
       const uint64_t dice = random.Next() % 8;
       // Some routes are inactive, and some tokens have no route at all.
       if (dice == 0 || r / k % 7 == 3) id = dice % 2 == 0 ? -1 : g.experts;
