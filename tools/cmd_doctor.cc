@@ -109,6 +109,7 @@ Json Templates() {
     out.push_back({{"name", identity.name},
                    {"version", identity.version},
                    {"op", std::string(OpName(from->op()))},
+                   {"format", std::string(WeightFormatName(from->format()))},
                    {"backend", std::string(BackendName(from->backend()))},
                    {"sources", identity.sources.ToHex()},
                    {"qualified", std::move(targets)}});

@@ -115,8 +115,7 @@ void AddKeyOptions(CLI::App* verb, kiln::PlanningOptions* planning,
                    "Folder of a kernel package whose candidates compete too; "
                    "part of every key; may be repeated")
       ->type_name("DIR")
-      ->allow_extra_args(false)
-      ->check(NotEmpty());
+      ->allow_extra_args(false);
   verb->add_flag("--warm-l2", planning->warm_l2,
                  "Time with weights in the L2 cache (default: cold)");
   verb->add_option("--device", planning->devices,
@@ -334,8 +333,7 @@ int Run(int argc, char** argv) {
       "check",
       "Check a package in full and show what it offers; compiles nothing");
   verb->add_option("folder", package_command.folder, "Folder of the package")
-      ->required()
-      ->check(NotEmpty());
+      ->required();
   verb->footer(
       "Exit codes: 0 all is well, 2 malformed, or a file that is not there, 4 "
       "a file is not the pinned one.");
@@ -346,8 +344,7 @@ int Run(int argc, char** argv) {
       "pin",
       "Write the SHA-256 of every file, as it is now, into package.json");
   verb->add_option("folder", package_command.folder, "Folder of the package")
-      ->required()
-      ->check(NotEmpty());
+      ->required();
   verb->callback(
       [&] { chosen = [&] { return RunPackagePin(global, package_command); }; });
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Qualifies the templates of a target on this machine's device.
 
-Runs tests/qualification/suite.v1.json, as far as its requests are for ops that
-templates of the target serve: prewarm verifies every candidate of every request
+Runs tests/qualification/suite.v1.json, as far as its requests are for ops and
+formats that templates of the target serve: prewarm verifies every candidate of every request
 against the float64 oracle, freeze packs the winners, and
 `kiln run --check` launches each entry through the runtime at the edges and
 inside of its intervals, once directly and once replayed with changed inputs and
@@ -74,9 +74,11 @@ def main():
         bundle = os.path.join(folder, "suite.kiln")
         backend = "cuda" if arguments.target.startswith("sm_") else "cpu"
         doctor = last_object(call(kiln + ["doctor"]))
-        ops = {template["op"] for template in doctor["templates"]
-               if template["backend"] == backend}
-        requests = [r for r in manifest["requests"] if r["op"] in ops]
+        served = {(template["op"], template["format"])
+                  for template in doctor["templates"]
+                  if template["backend"] == backend}
+        requests = [r for r in manifest["requests"]
+                    if (r["op"], r["weights"]["format"]) in served]
         suite = os.path.join(folder, SUITE)
         with open(suite, "w", encoding="utf-8") as out:
             json.dump({**manifest, "requests": requests}, out)

@@ -828,21 +828,24 @@ class MissingThingsTest(CliTest):
                 "cpu", *verb[1:]], cache="no cc")
         self.assertFalse((SCRATCH / "no_cc.kiln").exists())
 
-    def test_an_op_that_no_template_serves_is_refused_and_makes_nothing(self):
-        file = SCRATCH / "linear.kiln"
-        for path in (write("linear.json", manifest(LINEAR)),
-                     write("both.json", manifest(REQUEST, LINEAR))):
+    def test_what_no_template_serves_is_refused_and_makes_nothing(self):
+        file = SCRATCH / "mx.kiln"
+        mx = {**REQUEST, "name": "mx", "hidden": 512, "recipe": "w4a8",
+              "weights": {"format": "trellis_mx", "bits": 3, "limit": "10"}}
+        for path in (write("mx.json", manifest(mx)),
+                     write("both.json", manifest(REQUEST, mx))):
             for verb in (["plan"], ["prewarm"], ["prewarm", "--compile-only"],
                          ["freeze", "-o", file],
-                         ["explain", "--entry", "q_proj", "--tokens", "1"]):
+                         ["explain", "--entry", "mx", "--tokens", "1"]):
                 self.refuse(REFUSED, "no template of this build serves op "
-                            "linear on sm_90a", 'request "q_proj"',
+                            "fused_moe over weights of trellis_mx on sm_90a",
+                            'request "mx"',
                             "templates for it are for cpu targets",
                             "take such requests out of the manifest",
                             args=[verb[0], path, "--target", "sm_90a",
-                                  *verb[1:]], cache="no linear")
+                                  *verb[1:]], cache="no mx")
         self.assertFalse(file.exists())
-        self.assertFalse((SCRATCH / "no linear").exists())
+        self.assertFalse((SCRATCH / "no mx").exists())
 
     @need_nvrtc
     def test_without_a_gpu_plans_are_predicted_and_incomplete(self):

@@ -352,59 +352,57 @@ RequestGeometry Linear() {
   return geometry;
 }
 
-TEST(PlannerTest, SaysSoWhenNoTemplateServesTheOp) {
-  EXPECT_THAT(
-      Planner(Linear(), ProfileOf("sm_90a"), TestToolchain(), {4}).Plan({1, 1}),
-      StatusIs(absl::StatusCode::kUnimplemented,
-               HasSubstr("no template serves linear [256, 128] "
-                         "exl3-mcg K4 w4a16 bf16 on sm_90a")));
+RequestGeometry TrellisMx() {
+  RequestGeometry geometry = Qwen();
+  geometry.weights.format = WeightFormat::kTrellisMx;
+  geometry.recipe = Recipe::kW4A8;
+  return geometry;
 }
 
-TEST(PlannerTest, PlansLinearOnTheCpu) {
-  ASSERT_OK_AND_ASSIGN(
-      const IntervalPlan plan,
-      Planner(Linear(), ProfileOf("cpu-x86-64-v3"), TestToolchain(), {4})
-          .Plan({5, 17}));
-  EXPECT_EQ(plan.candidates.size(), 4u);
-  for (const PlannedCandidate& candidate : plan.candidates) {
-    EXPECT_EQ(candidate.body.template_name, "linear.cpu");
+TEST(PlannerTest, SaysSoWhenNoTemplateServesTheFormat) {
+  EXPECT_THAT(Planner(TrellisMx(), ProfileOf("sm_90a"), TestToolchain(), {4})
+                  .Plan({1, 1}),
+              StatusIs(absl::StatusCode::kUnimplemented,
+                       AllOf(HasSubstr("no template serves fused_moe"),
+                             HasSubstr("on sm_90a"))));
+}
+
+TEST(PlannerTest, PlansLinear) {
+  for (const auto& [target, name] : {std::pair{"cpu-x86-64-v3", "linear.cpu"},
+                                     {"sm_90a", "linear.cuda"}}) {
+    ASSERT_OK_AND_ASSIGN(
+        const IntervalPlan plan,
+        Planner(Linear(), ProfileOf(target), TestToolchain(), {4})
+            .Plan({5, 17}));
+    EXPECT_EQ(plan.candidates.size(), 4u);
+    for (const PlannedCandidate& candidate : plan.candidates) {
+      EXPECT_EQ(candidate.body.template_name, name);
+    }
   }
 }
 
 TEST(CheckOpsServedTest, NamesTheRequestTheTargetAndWhatToDo) {
   Manifest manifest;
-  manifest.requests.resize(1);
+  manifest.requests.resize(2);
   manifest.requests[0].name = "moe";
   manifest.requests[0].geometry = Qwen();
+  manifest.requests[1].name = "q_proj";
+  manifest.requests[1].geometry = Linear();
   const Target cpu = ProfileOf("cpu-x86-64-v3").target;
   const std::vector<Target> targets = {cpu, ProfileOf("sm_90a").target};
   EXPECT_OK(CheckOpsServed(manifest, targets));
-  manifest.requests.resize(2);
-  manifest.requests[1].name = "q_proj";
-  manifest.requests[1].geometry = Linear();
+  manifest.requests.resize(3);
+  manifest.requests[2].name = "mx";
+  manifest.requests[2].geometry = TrellisMx();
   EXPECT_OK(CheckOpsServed(manifest, {cpu}));
   EXPECT_THAT(
       CheckOpsServed(manifest, targets),
       StatusIs(absl::StatusCode::kUnimplemented,
-               AllOf(HasSubstr("no template of this build serves op linear on "
-                               "sm_90a"),
-                     HasSubstr("request \"q_proj\""),
+               AllOf(HasSubstr("no template of this build serves op fused_moe "
+                               "over weights of trellis_mx on sm_90a"),
+                     HasSubstr("request \"mx\""),
                      HasSubstr("templates for it are for cpu targets"),
                      HasSubstr("take such requests out of the manifest"))));
-}
-
-TEST(CheckOpsServedTest, NamesTheFormatThatNoTemplateOfTheTargetHas) {
-  Manifest manifest;
-  manifest.requests.resize(1);
-  manifest.requests[0].name = "moe";
-  manifest.requests[0].geometry = Qwen();
-  manifest.requests[0].geometry.weights.format = WeightFormat::kTrellisMx;
-  EXPECT_THAT(
-      CheckOpsServed(manifest, {ProfileOf("sm_90a").target}),
-      StatusIs(absl::StatusCode::kUnimplemented,
-               HasSubstr("no template of this build serves op fused_moe "
-                         "over weights of trellis_mx on sm_90a, which "
-                         "request \"moe\"")));
 }
 
 // The largest geometry a manifest may name: every number must still fit, or the
