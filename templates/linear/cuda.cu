@@ -67,10 +67,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                        Totals* __restrict__ totals, u32 tokens,
                        u32 tokens_tile) {
   constexpr u32 kBlocks = kIn / 128;
-  const u32 thread = blockIdx.x * kThreads + threadIdx.x;
+  // m * in / 4 threads may be more than 2^32.
+  const u64 thread = static_cast<u64>(blockIdx.x) * kThreads + threadIdx.x;
   const u32 count = (tokens + tokens_tile - 1) / tokens_tile;
   if (thread < count) {
-    const u32 first = thread * tokens_tile;
+    const u32 first = static_cast<u32>(thread) * tokens_tile;
     const u32 left = tokens - first;
     Tile tile;
     tile.expert = 0;
@@ -87,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     *totals = sum;
   }
   const u32 lane = threadIdx.x % 32;
-  const u32 item = thread / 32;
+  const u32 item = blockIdx.x * kWarps + threadIdx.x / 32;
   const u32 token = item / kBlocks;
   if (token >= tokens) return;
   const u32 column = item % kBlocks * 128 + lane * 4;
