@@ -38,12 +38,8 @@ std::vector<std::pair<std::string, std::string>> HeadersUnder(
 
 const std::vector<const KernelTemplate*>& AllTemplates() {
   static const auto* const templates = new std::vector<const KernelTemplate*>{
-      FusedMoeCpuTemplate(),
-      FusedMoeCudaTemplate(),
-      FusedMoeStreamTemplate(),
-      FusedMoeMxCpuTemplate(),
-      LinearCpuTemplate(),
-      LinearCudaTemplate(),
+      FusedMoeCpuTemplate(),   FusedMoeCudaTemplate(), FusedMoeStreamTemplate(),
+      FusedMoeMxCpuTemplate(), LinearCpuTemplate(),    LinearCudaTemplate(),
   };
   return *templates;
 }

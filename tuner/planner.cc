@@ -61,8 +61,7 @@ std::vector<const KernelTemplate*> TemplatesOf(
   std::vector<const KernelTemplate*> templates =
       TemplatesFor(geometry, backend);
   for (const auto& one : attached) {
-    if (one->op() == geometry.op &&
-        one->format() == geometry.weights.format &&
+    if (one->op() == geometry.op && one->format() == geometry.weights.format &&
         one->backend() == backend) {
       templates.push_back(one.get());
     }

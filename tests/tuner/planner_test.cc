@@ -368,8 +368,8 @@ TEST(PlannerTest, SaysSoWhenNoTemplateServesTheFormat) {
 }
 
 TEST(PlannerTest, PlansLinear) {
-  for (const auto& [target, name] : {std::pair{"cpu-x86-64-v3", "linear.cpu"},
-                                     {"sm_90a", "linear.cuda"}}) {
+  for (const auto& [target, name] :
+       {std::pair{"cpu-x86-64-v3", "linear.cpu"}, {"sm_90a", "linear.cuda"}}) {
     ASSERT_OK_AND_ASSIGN(
         const IntervalPlan plan,
         Planner(Linear(), ProfileOf(target), TestToolchain(), {4})
