@@ -37,7 +37,8 @@ absl::StatusOr<std::string> ReadDatabaseHeader(const std::string& path,
 // So a transaction that needs these pages alone sees that commit whole,
 // whatever a writer does meanwhile. One that needs another page fails, and
 // refused() is true: the caller then reads again without this object.
-// Not to be nested; writing fails in such a transaction.
+// Not to be nested, nor to begin an explicit transaction, which would outlive
+// it; writing fails in such a transaction.
 class LockFreeReads {
  public:
   LockFreeReads();
