@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "compiler/base/check.h"
 #include "templates/device/half.h"
 
 namespace kiln {
@@ -69,6 +70,16 @@ BufferFill FloatFill(DType dtype, int exponent, bool with_sign) {
   if (with_sign) fill.a |= uint64_t{1} << sign_bit;
   fill.b = static_cast<uint64_t>(bias + exponent) << mantissa_bits;
   return fill;
+}
+
+void SetFillBytes(const std::vector<uint64_t>& none,
+                  const std::vector<uint64_t>& one,
+                  std::vector<BufferFill>* fills) {
+  KILN_CHECK(fills->size() == none.size() && fills->size() == one.size());
+  for (size_t i = 0; i < fills->size(); ++i) {
+    (*fills)[i].bytes = none[i];
+    (*fills)[i].bytes_per_token = one[i] - none[i];
+  }
 }
 
 }  // namespace kiln

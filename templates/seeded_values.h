@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "compiler/spec/buffer_fill.h"
 #include "compiler/spec/dtype.h"
@@ -63,6 +64,12 @@ std::string MakeWords(uint64_t bytes, uint64_t seed);
 
 // Floats of magnitude [2^exponent, 2^(exponent + 1)) with any mantissa.
 BufferFill FloatFill(DType dtype, int exponent, bool with_sign);
+
+// Sets how large the buffers are, by slot.
+//   none, one: bytes for no token and for one; as many as there are fills.
+void SetFillBytes(const std::vector<uint64_t>& none,
+                  const std::vector<uint64_t>& one,
+                  std::vector<BufferFill>* fills);
 
 }  // namespace kiln
 

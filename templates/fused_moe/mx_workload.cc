@@ -185,12 +185,7 @@ std::vector<BufferFill> MxBuffers(const RequestGeometry& geometry) {
       {.kind = BufferFill::Kind::kNone, .element_bytes = 4},
   };
   KILN_CHECK(out.size() == kMxParamCount);
-  const std::vector<uint64_t> none = MxBytes(geometry, 0);
-  const std::vector<uint64_t> one = MxBytes(geometry, 1);
-  for (size_t i = 0; i < out.size(); ++i) {
-    out[i].bytes = none[i];
-    out[i].bytes_per_token = one[i] - none[i];
-  }
+  SetFillBytes(MxBytes(geometry, 0), MxBytes(geometry, 1), &out);
   return out;
 }
 

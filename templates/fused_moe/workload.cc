@@ -56,12 +56,7 @@ std::vector<BufferFill> FusedMoeBuffers(const RequestGeometry& geometry) {
       {.kind = BufferFill::Kind::kNone, .element_bytes = 4},
   };
   KILN_CHECK(out.size() == kFusedMoeParamCount);
-  const std::vector<uint64_t> none = FusedMoeBytes(geometry, 0);
-  const std::vector<uint64_t> one = FusedMoeBytes(geometry, 1);
-  for (size_t i = 0; i < out.size(); ++i) {
-    out[i].bytes = none[i];
-    out[i].bytes_per_token = one[i] - none[i];
-  }
+  SetFillBytes(FusedMoeBytes(geometry, 0), FusedMoeBytes(geometry, 1), &out);
   return out;
 }
 

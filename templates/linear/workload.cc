@@ -7,7 +7,6 @@
 #include <limits>
 #include <memory>
 
-#include "compiler/base/check.h"
 #include "templates/device/hadamard.h"
 #include "templates/linear/reference.h"
 #include "templates/seeded_values.h"
@@ -67,13 +66,7 @@ std::vector<BufferFill> LinearBuffers(const RequestGeometry& geometry) {
       FloatFill(DType::kF16, shrink, true)};
   if (geometry.linear.bias) out.push_back(FloatFill(DType::kF16, -1, true));
   out.push_back({.kind = BufferFill::Kind::kNone, .element_bytes = 4});
-  const std::vector<uint64_t> none = LinearBytes(geometry, 0);
-  const std::vector<uint64_t> one = LinearBytes(geometry, 1);
-  KILN_CHECK(out.size() == none.size());
-  for (size_t i = 0; i < out.size(); ++i) {
-    out[i].bytes = none[i];
-    out[i].bytes_per_token = one[i] - none[i];
-  }
+  SetFillBytes(LinearBytes(geometry, 0), LinearBytes(geometry, 1), &out);
   return out;
 }
 
