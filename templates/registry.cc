@@ -8,6 +8,7 @@
 #include "templates/fused_moe/template_cuda.h"
 #include "templates/fused_moe/template_mx_cpu.h"
 #include "templates/fused_moe/template_stream.h"
+#include "templates/fused_moe/template_warpgroup.h"
 #include "templates/linear/template_cpu.h"
 #include "templates/linear/template_cuda.h"
 
@@ -38,8 +39,10 @@ std::vector<std::pair<std::string, std::string>> HeadersUnder(
 
 const std::vector<const KernelTemplate*>& AllTemplates() {
   static const auto* const templates = new std::vector<const KernelTemplate*>{
-      FusedMoeCpuTemplate(),   FusedMoeCudaTemplate(), FusedMoeStreamTemplate(),
-      FusedMoeMxCpuTemplate(), LinearCpuTemplate(),    LinearCudaTemplate(),
+      FusedMoeCpuTemplate(),    FusedMoeCudaTemplate(),
+      FusedMoeStreamTemplate(), FusedMoeWarpgroupTemplate(),
+      FusedMoeMxCpuTemplate(),  LinearCpuTemplate(),
+      LinearCudaTemplate(),
   };
   return *templates;
 }
@@ -76,6 +79,20 @@ const std::vector<std::pair<std::string, std::string>>& DeviceHeaders() {
       new std::vector<std::pair<std::string, std::string>>(
           HeadersUnder({"device/"}));
   return *headers;
+}
+
+std::vector<std::pair<std::string, std::string>> CudaHeaders(
+    const std::vector<std::string>& files) {
+  std::vector<std::pair<std::string, std::string>> headers;
+  for (const std::string& file : files) {
+    headers.emplace_back(file, TemplateText(file));
+  }
+  for (const auto& header : DeviceHeaders()) {
+    if (!absl::StartsWith(header.first, "device/cpu_")) {
+      headers.push_back(header);
+    }
+  }
+  return headers;
 }
 
 const std::vector<std::pair<std::string, std::string>>& CpuHeaders() {

@@ -31,7 +31,13 @@ const std::string& TemplateText(absl::string_view name);
 // Every device header as (virtual name, text), sorted by name.
 const std::vector<std::pair<std::string, std::string>>& DeviceHeaders();
 
-// The same with what CPU kernels share beyond them: the headers under cpu/.
+// Device headers for a CUDA kernel, without those for CPU targets alone, and
+// the named files under templates/.
+std::vector<std::pair<std::string, std::string>> CudaHeaders(
+    const std::vector<std::string>& files);
+
+// Every device header with what CPU kernels share beyond them: the headers
+// under cpu/.
 const std::vector<std::pair<std::string, std::string>>& CpuHeaders();
 
 // Digest over all device headers and the named files under templates/.

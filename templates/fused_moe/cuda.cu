@@ -12,6 +12,10 @@
 //   KILN_X_BF16, KILN_ID_I64, KILN_SHARED_SUH (0 or 1), and
 //   KILN_PART: 0 support entries (route, rotate, activate, combine)
 //              1 fc1 and fc2, 2 fc1 alone, 3 fc2 alone
+//   KILN_WARP_ROWS (part 0): rows that a warp of activate takes at once,
+//   default 1 KILN_OPERAND_ORDER (part 0): 0 (default) input channels of
+//   operands in their order, 1
+//              in that of warpgroup.cu
 // Axes, read by parts 1..3 only:
 //   KILN_TOKENS_TILE T     8 or a multiple of 16 up to 128: rows of one expert
 //                          per block
@@ -31,6 +35,7 @@
 // So the order in which a sum is formed depends on the number of K slices
 // alone: all axes but split-K give bit-identical results.
 
+#include "cuda/grouped_product.h"
 #include "device/activation.h"
 #include "device/fragment.h"
 #include "device/hadamard.h"
@@ -41,9 +46,16 @@
 #ifndef KILN_CTAS
 #define KILN_CTAS 1
 #endif
+#ifndef KILN_OPERAND_ORDER
+#define KILN_OPERAND_ORDER 0
+#endif
 
 namespace {
 
+using kd::kNone;
+using kd::Row;
+using kd::Tile;
+using kd::Totals;
 using kd::u16;
 using kd::u32;
 using kd::u64;
@@ -52,31 +64,9 @@ constexpr u32 kHidden = KILN_HIDDEN;
 constexpr u32 kInter = KILN_INTER;
 constexpr u32 kExperts = KILN_EXPERTS;
 constexpr u32 kTopK = KILN_TOPK;
-constexpr u32 kNone = 0xFFFFFFFFu;
 
 static_assert(kHidden % 128 == 0 && kInter % 128 == 0, "H and I: 128 blocks");
 static_assert(kExperts >= 1 && kExperts <= 1024, "E in 1..1024");
-
-// One sorted row: the route it came from and the expert that serves it.
-struct alignas(8) Row {
-  u32 route;
-  u32 expert;
-};
-
-// A run of at most T consecutive sorted rows of one expert.
-struct alignas(16) Tile {
-  u32 expert;
-  u32 first;
-  u32 rows;
-  u32 unused;
-};
-
-// Written by route.
-struct alignas(16) Totals {
-  u32 tiles;
-  u32 rows;
-  u32 unused[2];
-};
 
 // ---------------------------------------------------------------------------
 // Part 0: everything but the two matrix products.
@@ -129,9 +119,21 @@ __device__ __forceinline__ void Load4(const u16* __restrict__ from,
   Unpack4(*reinterpret_cast<const uint2*>(from), v);
 }
 
-__device__ __forceinline__ void Store4(u16* to, const float (&v)[4]) {
-  *reinterpret_cast<uint2*>(to) =
-      make_uint2(Pack2(v[0], v[1]), Pack2(v[2], v[3]));
+// Four neighbouring channels of an operand row, the first a multiple of 4.
+__device__ __forceinline__ void StoreOperand(u16* row, u32 channel,
+                                             const float (&v)[4]) {
+  const u32 low = Pack2(v[0], v[1]);
+  const u32 high = Pack2(v[2], v[3]);
+#if KILN_OPERAND_ORDER == 0
+  *reinterpret_cast<uint2*>(row + channel) = make_uint2(low, high);
+#else
+  // Within 64 channels: pairs 8c + 4h + j lie at 8j + 4h + c.
+  const u32 pair = channel / 2 % 32;
+  const u32 at = channel / 64 * 32 + pair % 4 * 8 + (pair & 4) + pair / 8;
+  u32* pairs = reinterpret_cast<u32*>(row);
+  pairs[at] = low;
+  pairs[at + 8] = high;
+#endif
 }
 
 // Four neighbours each of kCount places of a matrix product's result, rounded
@@ -239,8 +241,8 @@ __device__ __forceinline__ void Rotate(const RotationInput& input,
   }
   kd::WarpHadamard128(gate, lane);
   kd::WarpHadamard128(up, lane);
-  Store4(gate_operand + to * kHidden + column, gate);
-  Store4(up_operand + to * kHidden + column, up);
+  StoreOperand(gate_operand + to * kHidden, column, gate);
+  StoreOperand(up_operand + to * kHidden, column, up);
 }
 
 // Sorts routes by expert, stably. Block e serves expert e: it counts all
@@ -354,6 +356,7 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
                    const u16* __restrict__ up_suh,
                    u16* __restrict__ gate_operand, u16* __restrict__ up_operand,
                    u32 tokens, u32 tokens_tile) {
+  kd::BeginStep();
   if (blockIdx.x < kExperts) {
     RouteBlock(ids, rows, positions, tiles, totals, tokens * kTopK,
                tokens_tile);
@@ -389,17 +392,17 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
     kiln_moe_route(const RouteId* __restrict__ ids, Row* __restrict__ rows,
                    u32* __restrict__ positions, Tile* __restrict__ tiles,
                    Totals* __restrict__ totals, u32 tokens, u32 tokens_tile) {
+  kd::BeginStep();
   RouteBlock(ids, rows, positions, tiles, totals, tokens * kTopK, tokens_tile);
 }
 
 // Per-expert tables: operands per sorted row.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     kiln_moe_rotate(const u16* __restrict__ x, const u16* __restrict__ gate_suh,
-                    const u16* __restrict__ up_suh,
-                    const Row* __restrict__ rows,
-                    const Totals* __restrict__ totals,
-                    u16* __restrict__ gate_operand,
+                    const u16* __restrict__ up_suh, const Row* rows,
+                    const Totals* totals, u16* __restrict__ gate_operand,
                     u16* __restrict__ up_operand) {
+  kd::BeginStep();
   constexpr u32 kBlocks = kHidden / 128;
   const u32 lane = threadIdx.x % 32;
   const u32 item = blockIdx.x * kHelperWarps + threadIdx.x / 32;
@@ -416,11 +419,10 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
 
 // Steps 4 (rounding) to 7: one 128 block of one sorted row per warp.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-    kiln_moe_activate(const void* __restrict__ fc1,
-                      const u16* __restrict__ rotations,
-                      const Row* __restrict__ rows,
-                      const Totals* __restrict__ totals,
+    kiln_moe_activate(const void* fc1, const u16* __restrict__ rotations,
+                      const Row* rows, const Totals* totals,
                       u16* __restrict__ activated, u32 tokens, u32 slices) {
+  kd::BeginStep();
   constexpr u32 kBlocks = kInter / 128;
   const u32 lane = threadIdx.x % 32;
   const u32 item = blockIdx.x * kHelperWarps + threadIdx.x / 32;
@@ -449,21 +451,21 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     value[i] = kd::Silu(g) * u * down_suh[i];
   }
   kd::WarpHadamard128(value, lane);
-  Store4(activated + at * kInter + column, value);
+  StoreOperand(activated + static_cast<u64>(at) * kInter, column, value);
 }
 
 // Routes of one token whose rows are loaded together.
 constexpr u32 kCombined = kTopK < 8 ? kTopK : 8;
 
 // Steps 8 (rounding) to 10: one 128 block of one token per warp. Routes are
-// summed in router order with explicit fma; inactive routes add nothing.
+// summed in router order with explicit fma; inactive routes add nothing. With
+// shared tables the sum of the routes is transformed and scaled, once.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-    kiln_moe_combine(const void* __restrict__ fc2,
-                     const u16* __restrict__ down_svh,
-                     const float* __restrict__ weights,
-                     const u32* __restrict__ positions,
-                     const Row* __restrict__ rows, float* __restrict__ out,
-                     u32 tokens, u32 slices) {
+    kiln_moe_combine(const void* fc2, const u16* __restrict__ down_svh,
+                     const float* __restrict__ weights, const u32* positions,
+                     const Row* rows, float* __restrict__ out, u32 tokens,
+                     u32 slices) {
+  kd::BeginStep();
   constexpr u32 kBlocks = kHidden / 128;
   const u32 lane = threadIdx.x % 32;
   const u32 item = blockIdx.x * kHelperWarps + threadIdx.x / 32;
@@ -479,10 +481,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     own_row = positions[route];
     own_weight = weights[route];
   }
-#if KILN_SHARED_SUH
-  float svh[4];
-  Load4(down_svh + column, svh);
-#else
+#if !KILN_SHARED_SUH
   const u32 own_expert = own_row != kNone ? rows[own_row].expert : 0;
 #endif
   float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -508,13 +507,24 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
       Load4(down_svh + static_cast<u64>(expert) * kHidden + column, svh);
 #endif
       if (places[j] == kAbsent) continue;
+#if !KILN_SHARED_SUH
       kd::WarpHadamard128(value[j], lane);
 #pragma unroll
+      for (u32 i = 0; i < 4; ++i) value[j][i] *= svh[i];
+#endif
+#pragma unroll
       for (u32 i = 0; i < 4; ++i) {
-        sum[i] = kd::Fma(weight, value[j][i] * svh[i], sum[i]);
+        sum[i] = kd::Fma(weight, value[j][i], sum[i]);
       }
     }
   }
+#if KILN_SHARED_SUH
+  float svh[4];
+  Load4(down_svh + column, svh);
+  kd::WarpHadamard128(sum, lane);
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) sum[i] *= svh[i];
+#endif
   *reinterpret_cast<float4*>(out + static_cast<u64>(token) * kHidden + column) =
       make_float4(sum[0], sum[1], sum[2], sum[3]);
 }
@@ -557,31 +567,6 @@ static_assert(kWarpStrips * kTokenGroups * 4 <= 128, "too many sums per lane");
 template <u32 kBits>
 constexpr u32 kWeightBytes = kDepthTile* kChannels* kBits / 8;
 
-__device__ __forceinline__ u32 SharedAddress(const void* p) {
-  return static_cast<u32>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void CopyAsync16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
-               "l"(from));
-}
-
-// Copies 16 bytes, or writes 16 zero bytes and reads nothing.
-__device__ __forceinline__ void CopyAsync16OrZero(u32 to, const void* from,
-                                                  bool copy) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
-               "l"(from), "r"(copy ? 16 : 0));
-}
-
-__device__ __forceinline__ void CommitCopies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-template <u32 kPending>
-__device__ __forceinline__ void WaitCopies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 __device__ __forceinline__ void LoadMatrices(u32 from, u32 (&b)[4]) {
   asm volatile(
       "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -595,20 +580,6 @@ __device__ __forceinline__ void Mma(float (&d)[4], const u32 (&a)[4], u32 b0,
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Lane l holds row l/4, columns 2(l%4), 2(l%4)+1 of an 8x8 matrix of fp16;
-// returns the same of its transpose.
-__device__ __forceinline__ u32 Transpose8x8(u32 v) {
-  u32 t;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));
-  return t;
-}
-
-__device__ __forceinline__ u32 RoundPair(float low, float high) {
-  u32 packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
 }
 
 // ---- one block of a grouped product ----------------------------------------
@@ -628,8 +599,8 @@ __device__ __forceinline__ void CopyWeights(
   for (u32 base = 0; base < kAll; base += kThreads) {
     const u32 piece = base + threadIdx.x;
     if (kAll % kThreads == 0 || piece < kAll) {
-      CopyAsync16(to + piece * 16,
-                  from + (piece / kPieces) * kRowBytes + piece % kPieces * 16);
+      kd::CopyAsync16(to + piece * 16, from + (piece / kPieces) * kRowBytes +
+                                           piece % kPieces * 16);
     }
   }
 }
@@ -647,9 +618,9 @@ __device__ __forceinline__ void CopyOperand(const u16* __restrict__ operand,
   for (u32 i = 0; i < kRowCopies; ++i) {
     if (kTokens % kRowsAtOnce == 0 || row + i * kRowsAtOnce < kTokens) {
       const bool copy = source[i] != kNone;
-      CopyAsync16OrZero(to + i * (kRowsAtOnce * kRowHalves * 2),
-                        first + static_cast<u64>(copy ? source[i] : 0) * kDepth,
-                        copy);
+      kd::CopyAsync16OrZero(
+          to + i * (kRowsAtOnce * kRowHalves * 2),
+          first + static_cast<u64>(copy ? source[i] : 0) * kDepth, copy);
     }
   }
 }
@@ -665,7 +636,7 @@ __device__ __forceinline__ void ComputeStage(const unsigned char* stage,
   // 32 k, two steps at once; otherwise 16 tokens by 16 k.
   const u32 token = kTokens == 8 ? lane % 8 : lane % 8 + lane / 16 * 8;
   const u32 column = (kTokens == 8 ? lane / 8 : lane / 8 % 2) * 8;
-  const u32 operand = SharedAddress(stage) + kWeightBytes<kBits> +
+  const u32 operand = kd::SharedAddress(stage) + kWeightBytes<kBits> +
                       (token * kRowHalves + column) * 2;
   u32 b[4];
 #pragma unroll
@@ -711,7 +682,7 @@ __device__ __forceinline__ void Multiply(
   const u32 begin = kBlocks * blockIdx.y / gridDim.y * kStagesPerBlock;
   const u32 end = kBlocks * (blockIdx.y + 1) / gridDim.y * kStagesPerBlock;
   const kd::LaneSpan<kBits> span = kd::FindLaneSpan<kBits>(threadIdx.x % 32);
-  const u32 ring = SharedAddress(shared);
+  const u32 ring = kd::SharedAddress(shared);
 
   // Weights first: the rows to copy may not be known yet.
 #pragma unroll
@@ -726,12 +697,12 @@ __device__ __forceinline__ void Multiply(
       CopyOperand<kBits, kDepth>(operand, source, begin + s,
                                  ring + s * kStageBytes);
     }
-    CommitCopies();
+    kd::CommitCopies();
   }
   u32 slot = 0;
 #pragma unroll 1
   for (u32 stage = begin; stage < end; ++stage) {
-    WaitCopies<kStages - 2>();
+    kd::WaitCopies<kStages - 2>();
     // Stage `stage` has landed for every thread, and the buffer of the stage
     // before it is free.
     __syncthreads();
@@ -741,7 +712,7 @@ __device__ __forceinline__ void Multiply(
       CopyWeights<kBits, kWidth>(weights, stage + kStages - 1, to);
       CopyOperand<kBits, kDepth>(operand, source, stage + kStages - 1, to);
     }
-    CommitCopies();
+    kd::CommitCopies();
     ComputeStage<kBits>(shared + slot * kStageBytes, span, rows, sums);
     slot = slot == kStages - 1 ? 0 : slot + 1;
   }
@@ -765,14 +736,8 @@ __device__ __forceinline__ void StoreSums(const Sums& sums,
       const bool store = g * 8 + lane / 4 < rows;
 #pragma unroll
       for (u32 i = 0; i < kWarpStrips; ++i) {
-        const float(&d)[4] = sums[i][g];
-        const u32 low = Transpose8x8(RoundPair(d[0], d[1]));
-        const u32 high = Transpose8x8(RoundPair(d[2], d[3]));
-        if (store) {
-          u16* at = to + static_cast<u64>(g * 8) * kWidth + i * 16;
-          *reinterpret_cast<u32*>(at) = low;
-          *reinterpret_cast<u32*>(at + 8) = high;
-        }
+        kd::StoreRounded(sums[i][g],
+                         to + static_cast<u64>(g * 8) * kWidth + i * 16, store);
       }
     }
     return;
@@ -796,15 +761,6 @@ __device__ __forceinline__ void StoreSums(const Sums& sums,
   }
 }
 
-// Byte address of tile (0, column / 16) of an expert's matrix.
-template <int kBits, u32 kDepth, u32 kWidth>
-__device__ __forceinline__ const unsigned char* ExpertTiles(
-    const u16* __restrict__ weights, u32 expert, u32 column) {
-  constexpr u64 kExpertBytes = static_cast<u64>(kDepth) * kWidth * kBits / 8;
-  return reinterpret_cast<const unsigned char*>(weights) +
-         expert * kExpertBytes + column * (2 * kBits);
-}
-
 extern __shared__ uint4 kiln_moe_shared[];
 
 }  // namespace
@@ -814,12 +770,11 @@ extern __shared__ uint4 kiln_moe_shared[];
 // Step 4. Block x: tile x / (2I / C) and C of the 2I channels gate | up;
 // block y: slice of K.
 extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
-    kiln_moe_fc1(const u16* __restrict__ gate_operand,
-                 const u16* __restrict__ up_operand,
+    kiln_moe_fc1(const u16* gate_operand, const u16* up_operand,
                  const u16* __restrict__ w_gate, const u16* __restrict__ w_up,
-                 const Row* __restrict__ rows, const Tile* __restrict__ tiles,
-                 const Totals* __restrict__ totals, void* __restrict__ fc1,
-                 u32 tokens) {
+                 const Row* rows, const Tile* tiles, const Totals* totals,
+                 void* __restrict__ fc1, u32 tokens) {
+  kd::BeginStep();
   constexpr u32 kBlocks = 2 * kInter / kChannels;
   constexpr u32 kBitsMax =
       KILN_BITS_GATE > KILN_BITS_UP ? KILN_BITS_GATE : KILN_BITS_UP;
@@ -850,18 +805,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
   const u16* operand = is_up ? up_operand : gate_operand;
 #if KILN_BITS_GATE == KILN_BITS_UP
   Multiply<KILN_BITS_GATE, kHidden, kInter, kStageBytes>(
-      ExpertTiles<KILN_BITS_GATE, kHidden, kInter>(is_up ? w_up : w_gate,
-                                                   tile.expert, inner),
+      kd::ExpertTiles<KILN_BITS_GATE, kHidden, kInter>(is_up ? w_up : w_gate,
+                                                       tile.expert, inner),
       operand, source, tile.rows, shared, sums);
 #else
   if (is_up) {
     Multiply<KILN_BITS_UP, kHidden, kInter, kStageBytes>(
-        ExpertTiles<KILN_BITS_UP, kHidden, kInter>(w_up, tile.expert, inner),
+        kd::ExpertTiles<KILN_BITS_UP, kHidden, kInter>(w_up, tile.expert,
+                                                       inner),
         operand, source, tile.rows, shared, sums);
   } else {
     Multiply<KILN_BITS_GATE, kHidden, kInter, kStageBytes>(
-        ExpertTiles<KILN_BITS_GATE, kHidden, kInter>(w_gate, tile.expert,
-                                                     inner),
+        kd::ExpertTiles<KILN_BITS_GATE, kHidden, kInter>(w_gate, tile.expert,
+                                                         inner),
         operand, source, tile.rows, shared, sums);
   }
 #endif
@@ -876,10 +832,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
 // Step 8. Block x: tile x / (H / C) and C of the H channels; block y: slice
 // of K.
 extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
-    kiln_moe_fc2(const u16* __restrict__ activated,
-                 const u16* __restrict__ w_down, const Tile* __restrict__ tiles,
-                 const Totals* __restrict__ totals, void* __restrict__ fc2,
-                 u32 tokens) {
+    kiln_moe_fc2(const u16* activated, const u16* __restrict__ w_down,
+                 const Tile* tiles, const Totals* totals,
+                 void* __restrict__ fc2, u32 tokens) {
+  kd::BeginStep();
   constexpr u32 kBlocks = kHidden / kChannels;
   constexpr u32 kStageBytes = kWeightBytes<KILN_BITS_DOWN> + kOperandBytes;
   const u32 index = blockIdx.x / kBlocks;
@@ -895,7 +851,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
   }
   Sums sums = {};
   Multiply<KILN_BITS_DOWN, kInter, kHidden, kStageBytes>(
-      ExpertTiles<KILN_BITS_DOWN, kInter, kHidden>(w_down, tile.expert, column),
+      kd::ExpertTiles<KILN_BITS_DOWN, kInter, kHidden>(w_down, tile.expert,
+                                                       column),
       activated, source, tile.rows,
       reinterpret_cast<unsigned char*>(kiln_moe_shared), sums);
   StoreSums<kHidden>(sums, fc2, static_cast<u64>(tokens) * kTopK, tile.first,

@@ -11,15 +11,13 @@
 #include "absl/strings/str_cat.h"
 #include "compiler/base/status_macros.h"
 #include "templates/axes.h"
+#include "templates/fused_moe/cuda_steps.h"
 #include "templates/fused_moe/op.h"
 #include "templates/registry.h"
 
 namespace kiln {
 namespace {
 
-constexpr uint32_t kRouteThreads = 1024;
-constexpr uint32_t kHelperThreads = 128;
-constexpr uint32_t kHelperWarps = kHelperThreads / 32;
 // Sums that a thread may hold without spilling.
 constexpr int64_t kSumsMax = 128;
 
@@ -56,7 +54,8 @@ class Template : public KernelTemplate {
 
   Digest sources() const override {
     static const Digest digest = TemplateSourcesDigest(
-        {"axes.cc", "fused_moe/cuda.cu", "fused_moe/op.cc",
+        {"axes.cc", "cuda/grouped_product.h", "fused_moe/cuda.cu",
+         "fused_moe/cuda_steps.cc", "fused_moe/op.cc",
          "fused_moe/template_cuda.cc"});
     return digest;
   }
@@ -112,15 +111,42 @@ class Template : public KernelTemplate {
                      assignment.at("split_fc2"));
     body.tolerance = kFusedMoeTolerance;
     body.deterministic = true;
+    body.overlapped = problem.device.target.level >= 90;
     body.params = FusedMoeParams(geometry);
-    AddSteps(problem, AxisPoint(&axes, assignment), &body);
+    const AxisPoint point(&axes, assignment);
+    const auto tile = static_cast<uint32_t>(point.at("tokens_tile"));
+    const auto launch = [&](const Product& product, int64_t split) {
+      GroupedLaunch result;
+      result.blocks = FusedMoeTiles(
+          geometry, tile,
+          static_cast<uint32_t>(product.outputs / point.at("channels_tile")));
+      result.slices = static_cast<uint32_t>(split);
+      result.threads = static_cast<uint32_t>(point.at("warps") * 32);
+      result.shared_bytes = static_cast<uint32_t>(SharedBytes(product, point));
+      return result;
+    };
+    AddGroupedSteps(geometry, problem.interval.m_max, tile,
+                    launch(Fc1(geometry), point.at("split_fc1")),
+                    launch(Fc2(geometry), point.at("split_fc2")), &body);
     return body;
   }
 
   std::vector<SourceUnit> MakeUnits(
       const RequestGeometry& geometry, const Target&,
       const Assignment& assignment) const override {
-    return {SupportUnit(geometry), ProductUnit(geometry, assignment)};
+    SourceUnit products;
+    products.name = "fused_moe/cuda.cu";
+    products.template_version = version();
+    products.compute_dtype = "f16";
+    products.text =
+        absl::StrCat(FusedMoePrelude(geometry), "#define KILN_PART 1\n",
+                     AxisPrelude(assignment, {"tokens_tile", "channels_tile",
+                                              "k_tile", "warps", "stages"}),
+                     TemplateText(products.name));
+    products.headers = CudaHeaders({"cuda/grouped_product.h"});
+    products.entries = {"kiln_moe_fc1", "kiln_moe_fc2"};
+    return {GroupedSupportUnit(geometry, version(), OperandOrder::kNatural),
+            std::move(products)};
   }
 
  private:
@@ -268,131 +294,6 @@ class Template : public KernelTemplate {
         kWaveCycles;
     const double waves = blocks / (processors * in_flight);
     return wave * std::max(1.0, waves + kTailLoss * (std::ceil(waves) - waves));
-  }
-
-  SourceUnit Unit(const RequestGeometry& geometry, int part,
-                  const std::string& axes,
-                  std::vector<std::string> entries) const {
-    SourceUnit unit;
-    unit.name = "fused_moe/cuda.cu";
-    unit.template_version = version();
-    unit.compute_dtype = "f16";
-    unit.text =
-        absl::StrCat(FusedMoePrelude(geometry), "#define KILN_PART ", part,
-                     "\n", axes, TemplateText("fused_moe/cuda.cu"));
-    for (const auto& header : DeviceHeaders()) {
-      if (header.first.rfind("device/cpu_", 0) != 0) {
-        unit.headers.push_back(header);
-      }
-    }
-    unit.entries = std::move(entries);
-    return unit;
-  }
-
-  SourceUnit SupportUnit(const RequestGeometry& geometry) const {
-    std::vector<std::string> entries = {"kiln_moe_activate",
-                                        "kiln_moe_combine"};
-    if (!geometry.weights.shared_scales) entries.push_back("kiln_moe_rotate");
-    entries.push_back("kiln_moe_route");
-    return Unit(geometry, 0, "", std::move(entries));
-  }
-
-  SourceUnit ProductUnit(const RequestGeometry& geometry,
-                         const Assignment& assignment) const {
-    return Unit(geometry, 1,
-                AxisPrelude(assignment, {"tokens_tile", "channels_tile",
-                                         "k_tile", "warps", "stages"}),
-                {"kiln_moe_fc1", "kiln_moe_fc2"});
-  }
-
-  // Steps, arguments and slices as README.md, "CUDA", lists them.
-  static void AddSteps(const Problem& problem, const AxisPoint& assignment,
-                       PlanBody* body) {
-    const RequestGeometry& geometry = problem.geometry;
-    const bool shared = geometry.weights.shared_scales;
-    const auto tile = static_cast<uint32_t>(assignment.at("tokens_tile"));
-    const auto channels = static_cast<uint32_t>(assignment.at("channels_tile"));
-    const auto threads = static_cast<uint32_t>(assignment.at("warps") * 32);
-    const auto split1 = static_cast<uint32_t>(assignment.at("split_fc1"));
-    const auto split2 = static_cast<uint32_t>(assignment.at("split_fc2"));
-    const auto hidden = static_cast<uint32_t>(geometry.hidden);
-    const auto inter = static_cast<uint32_t>(geometry.intermediate);
-    const auto experts = static_cast<uint32_t>(geometry.experts);
-    const auto top_k = static_cast<uint32_t>(geometry.top_k);
-    const uint32_t capacity = problem.interval.m_max;
-    const uint64_t routes = uint64_t{capacity} * top_k;
-
-    ArenaLayout& arena = body->arena;
-    const auto slice = [&arena](absl::string_view name, uint64_t bytes) {
-      return Arg::Arena(arena.Add(name, bytes));
-    };
-    const uint64_t operand =
-        uint64_t{2} * hidden * (shared ? capacity : routes);
-    const Arg tiles =
-        slice("tiles", 16 * FusedMoeTilesMax(geometry, tile, capacity));
-    const Arg totals = slice("totals", 16);
-    const Arg rows = slice("rows", 8 * routes);
-    const Arg positions = slice("positions", 4 * routes);
-    const Arg gate = slice("gate_operand", operand);
-    const Arg up = slice("up_operand", operand);
-    const Arg fc1 =
-        slice("fc1", split1 == 1 ? 4 * inter * routes
-                                 : uint64_t{8} * inter * split1 * routes);
-    const Arg activated = slice("activated", uint64_t{2} * inter * routes);
-    const Arg fc2 =
-        slice("fc2", split2 == 1 ? uint64_t{2} * hidden * routes
-                                 : uint64_t{4} * hidden * split2 * routes);
-
-    const auto p = FusedMoeArg;
-    using P = FusedMoeParam;
-    const LaunchDim one = LaunchDim::Constant(1);
-    const auto warps_over = [](uint32_t per_token) {
-      return LaunchDim::Of({.mul = per_token, .add = 0, .div = kHelperWarps});
-    };
-    const auto add = [body](absl::string_view label, uint32_t program,
-                            LaunchDim x, LaunchDim y, uint32_t block,
-                            uint32_t shared_bytes, std::vector<Arg> args) {
-      Step step;
-      step.label = std::string(label);
-      step.program = program;
-      step.entry = absl::StrCat("kiln_moe_", label);
-      step.grid = {x, y, LaunchDim::Constant(1)};
-      step.block = {block, 1, 1};
-      step.dynamic_shared_bytes = shared_bytes;
-      step.args = std::move(args);
-      body->steps.push_back(std::move(step));
-    };
-    if (shared) {
-      // Blocks beyond the experts rotate the tokens, two 128 blocks per warp.
-      add("route", 0,
-          LaunchDim::Of({.mul = hidden / 128, .add = 64 * experts, .div = 64}),
-          one, kRouteThreads, 0,
-          {p(P::kTopkIds), rows, positions, tiles, totals, p(P::kX),
-           p(P::kGateSuh), p(P::kUpSuh), gate, up, Arg::Tokens(),
-           Arg::U32(tile)});
-    } else {
-      add("route", 0, LaunchDim::Constant(experts), one, kRouteThreads, 0,
-          {p(P::kTopkIds), rows, positions, tiles, totals, Arg::Tokens(),
-           Arg::U32(tile)});
-      add("rotate", 0, warps_over(top_k * (hidden / 128)), one, kHelperThreads,
-          0, {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), rows, totals, gate, up});
-    }
-    add("fc1", 1, FusedMoeTiles(geometry, tile, 2 * inter / channels),
-        LaunchDim::Constant(split1), threads,
-        static_cast<uint32_t>(SharedBytes(Fc1(geometry), assignment)),
-        {gate, up, p(P::kWGate), p(P::kWUp), rows, tiles, totals, fc1,
-         Arg::Tokens()});
-    add("activate", 0, warps_over(top_k * (inter / 128)), one, kHelperThreads,
-        0,
-        {fc1, p(P::kRotations), rows, totals, activated, Arg::Tokens(),
-         Arg::U32(split1)});
-    add("fc2", 1, FusedMoeTiles(geometry, tile, hidden / channels),
-        LaunchDim::Constant(split2), threads,
-        static_cast<uint32_t>(SharedBytes(Fc2(geometry), assignment)),
-        {activated, p(P::kWDown), tiles, totals, fc2, Arg::Tokens()});
-    add("combine", 0, warps_over(hidden / 128), one, kHelperThreads, 0,
-        {fc2, p(P::kDownSvh), p(P::kTopkWeights), positions, rows, p(P::kOut),
-         Arg::Tokens(), Arg::U32(split2)});
   }
 };
 

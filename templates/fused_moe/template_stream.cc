@@ -306,11 +306,7 @@ class Template : public KernelTemplate {
     define("WARPS", product.warps);
     define("CTAS", kWarpsResident / product.warps);
     unit.text += TemplateText("fused_moe/stream.cu");
-    for (const auto& header : DeviceHeaders()) {
-      if (header.first.rfind("device/cpu_", 0) != 0) {
-        unit.headers.push_back(header);
-      }
-    }
+    unit.headers = CudaHeaders({});
     unit.entries = {absl::StrCat("kiln_stream_fc", part)};
     return unit;
   }

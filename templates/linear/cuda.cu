@@ -8,12 +8,15 @@
 // Prelude (integers): KILN_IN, KILN_OUT (multiples of 128), KILN_X_BF16,
 // KILN_BIAS (0 or 1).
 
+#include "cuda/grouped_product.h"
 #include "device/hadamard.h"
 #include "device/half.h"
 #include "device/platform.h"
 
 namespace {
 
+using kd::Tile;
+using kd::Totals;
 using kd::u16;
 using kd::u32;
 using kd::u64;
@@ -24,20 +27,6 @@ constexpr u32 kThreads = 128;
 constexpr u32 kWarps = kThreads / 32;
 
 static_assert(kIn % 128 == 0 && kOut % 128 == 0, "128 blocks");
-
-// As the product reads them: fused_moe/cuda.cu.
-struct alignas(16) Tile {
-  u32 expert;
-  u32 first;
-  u32 rows;
-  u32 unused;
-};
-
-struct alignas(16) Totals {
-  u32 tiles;
-  u32 rows;
-  u32 unused[2];
-};
 
 __device__ __forceinline__ void Unpack4(uint2 bits, float (&v)[4]) {
   v[0] = kd::f16_to_f32(static_cast<u16>(bits.x));
@@ -66,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                        u16* __restrict__ operand, Tile* __restrict__ tiles,
                        Totals* __restrict__ totals, u32 tokens,
                        u32 tokens_tile) {
+  kd::BeginStep();
   constexpr u32 kBlocks = kIn / 128;
   // m * in / 4 threads may be more than 2^32.
   const u64 thread = static_cast<u64>(blockIdx.x) * kThreads + threadIdx.x;
@@ -120,12 +110,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 // one 128 block of one token per warp. A grid of m * out / 128 warps.
 //   product: [slices][m][out]
 extern "C" __global__ void __launch_bounds__(kThreads)
-    kiln_linear_finish(const float* __restrict__ product,
-                       const u16* __restrict__ svh,
+    kiln_linear_finish(const float* product, const u16* __restrict__ svh,
 #if KILN_BIAS
                        const u16* __restrict__ bias,
 #endif
                        float* __restrict__ out, u32 tokens, u32 slices) {
+  kd::BeginStep();
   constexpr u32 kBlocks = kOut / 128;
   constexpr u32 kAhead = 4;  // slices whose loads overlap
   const u32 lane = threadIdx.x % 32;

@@ -52,8 +52,9 @@ class Template : public KernelTemplate {
 
   Digest sources() const override {
     static const Digest digest = TemplateSourcesDigest(
-        {"axes.cc", "fused_moe/cuda.cu", "fused_moe/op.cc", "linear/cuda.cu",
-         "linear/op.cc", "linear/template_cuda.cc"});
+        {"axes.cc", "cuda/grouped_product.h", "fused_moe/cuda.cu",
+         "fused_moe/op.cc", "linear/cuda.cu", "linear/op.cc",
+         "linear/template_cuda.cc"});
     return digest;
   }
 
@@ -97,6 +98,7 @@ class Template : public KernelTemplate {
     body.numerics_class = absl::StrCat("w4a16.f16.x", point.at("split"));
     body.tolerance = kLinearTolerance;
     body.deterministic = true;
+    body.overlapped = problem.device.target.level >= 90;
     body.params = LinearParams(problem.geometry);
     AddSteps(problem, point, &body);
     return body;
@@ -224,11 +226,7 @@ class Template : public KernelTemplate {
     unit.template_version = version();
     unit.compute_dtype = "f16";
     unit.text = absl::StrCat(prelude, TemplateText(file));
-    for (const auto& header : DeviceHeaders()) {
-      if (header.first.rfind("device/cpu_", 0) != 0) {
-        unit.headers.push_back(header);
-      }
-    }
+    unit.headers = CudaHeaders({"cuda/grouped_product.h"});
     unit.entries = std::move(entries);
     return unit;
   }

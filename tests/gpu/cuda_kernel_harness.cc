@@ -157,9 +157,10 @@ class Programs {
   Programs(const Nvrtc& nvrtc, std::string templates, std::string arch)
       : nvrtc_(nvrtc), arch_(std::move(arch)) {
     source_ = Read(templates + "/fused_moe/cuda.cu");
-    for (const char* name : {"platform", "half", "trellis", "hadamard",
-                             "activation", "fragment"}) {
-      const std::string file = std::string("device/") + name + ".h";
+    for (const char* file :
+         {"cuda/grouped_product.h", "device/activation.h", "device/fragment.h",
+          "device/hadamard.h", "device/half.h", "device/platform.h",
+          "device/trellis.h"}) {
       headers_.emplace_back(file, Read(templates + "/" + file));
     }
   }

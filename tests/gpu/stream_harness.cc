@@ -32,200 +32,13 @@
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/template_cuda.h"
 #include "templates/fused_moe/template_stream.h"
-#include "tests/gpu/cuda_harness.h"
+#include "tests/gpu/template_harness.h"
 
 namespace kiln::gpu {
 namespace {
 
-bool overlap = true;  // programmatic dependent launch; set once by main
-
 // Layers of a timed graph: weights are cold.
 constexpr u32 kLayers = 16;
-
-kiln::Problem SpecProblem(const Problem& p, u32 m_min, u32 m_max,
-                          const std::string& arch) {
-  kiln::Problem problem;
-  RequestGeometry& g = problem.geometry;
-  g.hidden = p.hidden;
-  g.intermediate = p.inter;
-  g.experts = p.experts;
-  g.top_k = p.top_k;
-  g.weights.codebook = p.codebook == 0   ? Codebook::k3Inst
-                       : p.codebook == 1 ? Codebook::kMcg
-                                         : Codebook::kMul1;
-  g.weights.bits = {.gate = p.bits[0], .up = p.bits[1], .down = p.bits[2]};
-  g.weights.shared_scales = p.shared;
-  g.io_dtype = p.bf16 ? DType::kBf16 : DType::kF16;
-  g.id_dtype = p.id_i64 ? DType::kI64 : DType::kI32;
-  problem.interval = {m_min, m_max};
-  const int level = std::atoi(arch.c_str() + 3);
-  problem.device = AssumedProfile({.backend = Backend::kCuda,
-                                   .level = level,
-                                   .arch_specific = arch.back() == 'a'});
-  return problem;
-}
-
-// ---- programs --------------------------------------------------------------
-
-class Programs {
- public:
-  Programs(const Nvrtc& nvrtc, std::string arch)
-      : nvrtc_(nvrtc), arch_(std::move(arch)) {}
-
-  ~Programs() { Clear(); }
-
-  // Compiles what is not there yet.
-  void Prepare(const std::vector<SourceUnit>& units, int threads) {
-    std::map<std::string, const SourceUnit*> missing;
-    for (const SourceUnit& unit : units) {
-      if (cubins_.count(unit.text) == 0) missing[unit.text] = &unit;
-    }
-    std::vector<const SourceUnit*> list;
-    for (const auto& [text, unit] : missing) list.push_back(unit);
-    std::mutex mutex;
-    ParallelFor(list.size(), threads, [&](size_t i) {
-      std::string cubin = CompileCubin(nvrtc_, arch_, list[i]->name,
-                                       list[i]->text, list[i]->headers);
-      const std::lock_guard<std::mutex> lock(mutex);
-      cubins_[list[i]->text] = std::move(cubin);
-    });
-  }
-
-  Handle Function(const SourceUnit& unit, const std::string& entry) {
-    Prepare({unit}, 1);
-    Handle& module = modules_[unit.text];
-    if (module == nullptr) {
-      Check(driver.module_load(&module, cubins_[unit.text].data()),
-            "cuModuleLoadData");
-    }
-    Handle function = nullptr;
-    Check(driver.function(&function, module, entry.c_str()), entry.c_str());
-    return function;
-  }
-
-  void Clear() {
-    for (auto& [text, module] : modules_) driver.module_unload(module);
-    modules_.clear();
-  }
-
- private:
-  Nvrtc nvrtc_;
-  std::string arch_;
-  std::map<std::string, std::string> cubins_;
-  std::map<std::string, Handle> modules_;
-};
-
-// ---- a candidate, ready to launch ------------------------------------------
-
-class Loaded {
- public:
-  Loaded(const Candidate& candidate, Programs* programs)
-      : body_(candidate.body) {
-    for (const Step& step : body_.steps) {
-      const Handle function =
-          programs->Function(candidate.units[step.program], step.entry);
-      functions_.push_back(function);
-      if (step.dynamic_shared_bytes > 40 * 1024) {
-        Check(driver.function_set(function, 8,
-                                  static_cast<int>(step.dynamic_shared_bytes)),
-              "shared memory limit");
-      }
-    }
-  }
-
-  const PlanBody& body() const { return body_; }
-
-  // Registers of step `i`, "!" when it spills, and the clusters that the device
-  // holds at once.
-  std::string Registers(size_t i) const {
-    LaunchConfig config = Config(i, 1, nullptr);
-    int clusters = 0;
-    driver.active_clusters(&clusters, functions_[i], &config);
-    int registers = 0, local = 0;
-    driver.function_get(&registers, 4, functions_[i]);
-    driver.function_get(&local, 3, functions_[i]);
-    return std::to_string(registers) + (local > 0 ? "!" : "") + "c" +
-           std::to_string(clusters);
-  }
-
-  void Launch(size_t i, const DeviceData& d, Address arena, Address out, u32 m,
-              Handle stream) const {
-    const Step& step = body_.steps[i];
-    const Address slots[] = {d.x.address(),
-                             d.ids->address(),
-                             d.weights.address(),
-                             d.w_gate->address(),
-                             d.w_up->address(),
-                             d.w_down->address(),
-                             d.gate_suh.address(),
-                             d.up_suh.address(),
-                             d.rotations.address(),
-                             d.down_svh.address(),
-                             out};
-    std::vector<u64> values(step.args.size());
-    std::vector<void*> args;
-    for (size_t a = 0; a < step.args.size(); ++a) {
-      const Arg& arg = step.args[a];
-      switch (arg.kind) {
-        case ArgKind::kParam:
-          values[a] = slots[arg.value];
-          break;
-        case ArgKind::kArena:
-          values[a] = arena + body_.arena.slices[arg.value].offset;
-          break;
-        case ArgKind::kTokens:
-          values[a] = m;
-          break;
-        default:
-          values[a] = arg.value;
-      }
-      args.push_back(&values[a]);
-    }
-    LaunchConfig config = Config(i, m, stream);
-    if (config.grid[0] == 0 || config.grid[1] == 0) return;
-    LaunchAttribute attribute = {};
-    attribute.id = LaunchAttribute::kProgrammaticStreamSerialization;
-    attribute.value = 1;
-    config.attributes = &attribute;
-    config.attribute_count = overlap && body_.overlapped && i > 0 ? 1 : 0;
-    Check(driver.launch_ex(&config, functions_[i], args.data(), nullptr),
-          step.entry.c_str());
-  }
-
-  void LaunchAll(const DeviceData& d, Address arena, Address out, u32 m,
-                 Handle stream) const {
-    for (size_t i = 0; i < body_.steps.size(); ++i) {
-      Launch(i, d, arena, out, m, stream);
-    }
-  }
-
- private:
-  LaunchConfig Config(size_t i, u32 m, Handle stream) const {
-    const Step& step = body_.steps[i];
-    LaunchConfig config = {};
-    for (size_t n = 0; n < 3; ++n) {
-      config.grid[n] = static_cast<unsigned>(step.grid[n].Evaluate(m));
-      config.block[n] = step.block[n];
-    }
-    config.shared_bytes = step.dynamic_shared_bytes;
-    config.stream = stream;
-    return config;
-  }
-
-  PlanBody body_;
-  std::vector<Handle> functions_;
-};
-
-Candidate Make(const KernelTemplate* from, const kiln::Problem& problem,
-               const Assignment& assignment) {
-  absl::StatusOr<Candidate> candidate = from->Instantiate(problem, assignment);
-  if (!candidate.ok()) Die(std::string(candidate.status().message()));
-  return *std::move(candidate);
-}
-
-bool Legal(const kiln::Problem& problem, const Assignment& assignment) {
-  return FusedMoeStreamTemplate()->MakeBody(problem, assignment).ok();
-}
 
 Assignment Stream(int64_t sum, int64_t cluster1, int64_t warps1,
                   int64_t channels2, int64_t cluster2, int64_t warps2) {
@@ -244,160 +57,10 @@ std::vector<int64_t> SumModes(int codebook) {
 
 // ---- correctness -----------------------------------------------------------
 
-constexpr double kExactMax = 2e-3;  // against float64 without rounding
-// Against the staged rounding boundaries: modes that round weights to fp16, and
-// the others.
-constexpr double kStagedMax = 5e-4;
-constexpr double kUnroundedMax = 1e-3;
-
-struct Case {
-  Problem problem;
-  std::vector<Assignment> points;
-};
-
-// The same inputs with NaN wherever no active route leads: weights of inactive
-// routes.
-Data WithDeadNan(const Problem& p, Data d) {
-  for (size_t r = 0; r < d.topk_weights.size(); ++r) {
-    const int64_t id = p.id_i64 ? d.ids64[r] : d.ids32[r];
-    if (id < 0 || id >= static_cast<int64_t>(p.experts)) {
-      d.topk_weights[r] = std::nanf("");
-    }
-  }
-  return d;
+// Modes that round weights to fp16, as their codebook says, and the others.
+double StagedMax(const Assignment& point) {
+  return point.at("sum") == 0 ? 5e-4 : 1e-3;
 }
-
-// The same inputs with a NaN in every row of x but the first.
-Data WithLiveNan(const Problem& p, Data d, u32 tokens) {
-  for (u32 t = 1; t < tokens; ++t) {
-    d.x[size_t{t} * p.hidden + (t * 37) % p.hidden] = p.bf16 ? 0x7FC0 : 0x7E00;
-  }
-  return d;
-}
-
-bool HasRoute(const Problem& p, const Data& d, u32 token) {
-  for (u32 j = 0; j < p.top_k; ++j) {
-    const size_t r = size_t{token} * p.top_k + j;
-    const int64_t id = p.id_i64 ? d.ids64[r] : d.ids32[r];
-    if (id >= 0 && id < static_cast<int64_t>(p.experts)) return true;
-  }
-  return false;
-}
-
-class Suite {
- public:
-  Suite(Programs* programs, std::string arch, int threads)
-      : programs_(programs), arch_(std::move(arch)), threads_(threads) {}
-
-  bool Run(const Case& test) {
-    const Problem& p = test.problem;
-    const u32 capacity = p.tokens.back();
-    const Data data = WithDeadNan(p, MakeData(p, capacity, true));
-    const Data nan_data = WithLiveNan(p, data, capacity);
-    const DeviceData device(p, data), nan_device(p, nan_data);
-    std::map<u32, Oracle> oracles;
-    for (u32 m : p.tokens) oracles[m] = MakeOracle(p, data, m, threads_);
-    std::map<std::pair<u32, std::string>, std::vector<float>> classes;
-    double worst_exact = 0, worst_staged = 0;
-    u64 runs = 0, failed = 0;
-    for (const Assignment& point : test.points) {
-      for (u32 m : p.tokens) {
-        // Arena and grid of a larger capacity, and of exactly m tokens.
-        for (const u32 most : {capacity, m}) {
-          const kiln::Problem problem = SpecProblem(p, 1, most, arch_);
-          if (!Legal(problem, point)) continue;
-          const Candidate candidate =
-              Make(FusedMoeStreamTemplate(), problem, point);
-          const Loaded plan(candidate, programs_);
-          std::string wrong;
-          const std::vector<float> out =
-              Launch(plan, p, device, m, 0xFF, &wrong);
-          const std::vector<float> again =
-              Launch(plan, p, device, m, 0x00, &wrong);
-          if (!Same(out, again)) wrong += " second run differs;";
-          const double exact =
-              WorstError(oracles[m], oracles[m].exact, out, p.hidden);
-          const double staged =
-              WorstError(oracles[m], oracles[m].staged, out, p.hidden);
-          worst_exact = std::max(worst_exact, exact);
-          worst_staged = std::max(worst_staged, staged);
-          if (exact > kExactMax ||
-              staged > (point.at("sum") == 0 ? kStagedMax : kUnroundedMax)) {
-            char text[96];
-            std::snprintf(text, sizeof(text), " error %.2e, staged %.2e;",
-                          exact, staged);
-            wrong += text;
-          }
-          const auto [first, fresh] =
-              classes.try_emplace({m, candidate.body.numerics_class}, out);
-          if (!fresh && !Same(first->second, out)) wrong += " class differs;";
-          CheckNan(Launch(plan, p, nan_device, m, 0xFF, &wrong), out, p,
-                   nan_data, m, &wrong);
-          ++runs;
-          if (!wrong.empty()) {
-            ++failed;
-            std::printf("FAIL %s m=%u of %u %s:%s\n", p.name.c_str(), m, most,
-                        AssignmentText(point).c_str(), wrong.c_str());
-          }
-        }
-      }
-    }
-    std::printf("%-34s %4llu runs, worst %.2e exact %.2e staged%s\n",
-                p.name.c_str(), static_cast<unsigned long long>(runs),
-                worst_exact, worst_staged, failed == 0 ? "" : "  FAILED");
-    std::fflush(stdout);
-    total_ += runs;
-    programs_->Clear();
-    return failed == 0;
-  }
-
-  u64 total() const { return total_; }
-
- private:
-  static bool Same(const std::vector<float>& a, const std::vector<float>& b) {
-    return std::memcmp(a.data(), b.data(), a.size() * 4) == 0;
-  }
-
-  // Output of one run over an arena full of `fill`.
-  static std::vector<float> Launch(const Loaded& plan, const Problem& p,
-                                   const DeviceData& device, u32 m,
-                                   unsigned char fill, std::string* wrong) {
-    Buffer arena(plan.body().arena.bytes);
-    Buffer result(size_t{m} * p.hidden * 4);
-    Check(driver.fill(arena.address(), fill, arena.bytes()), "cuMemsetD8");
-    plan.LaunchAll(device, arena.address(), result.address(), m, nullptr);
-    Check(driver.synchronize(), p.name.c_str());
-    std::vector<float> out(size_t{m} * p.hidden);
-    Check(driver.to_host(out.data(), result.address(), result.bytes()), "copy");
-    if (!arena.RedZonesIntact() || !result.RedZonesIntact()) {
-      *wrong += " wrote outside its buffers;";
-    }
-    return out;
-  }
-
-  // Row 0 must be as without NaN, the other rows nothing else.
-  static void CheckNan(const std::vector<float>& got,
-                       const std::vector<float>& clean, const Problem& p,
-                       const Data& d, u32 m, std::string* wrong) {
-    if (std::memcmp(got.data(), clean.data(), size_t{p.hidden} * 4) != 0) {
-      *wrong += " NaN of another token came in;";
-    }
-    for (u32 t = 1; t < m; ++t) {
-      if (!HasRoute(p, d, t)) continue;
-      for (u32 c = 0; c < p.hidden; ++c) {
-        if (!std::isnan(got[size_t{t} * p.hidden + c])) {
-          *wrong += " NaN got lost;";
-          return;
-        }
-      }
-    }
-  }
-
-  Programs* programs_;
-  std::string arch_;
-  int threads_;
-  u64 total_ = 0;
-};
 
 std::vector<Case> Cases(bool quick) {
   std::vector<Case> cases;
@@ -513,47 +176,6 @@ std::vector<Case> Cases(bool quick) {
 
 // ---- speed -----------------------------------------------------------------
 
-// Memory of one candidate for every layer, and its timing.
-class Timing {
- public:
-  Timing(const Layers& layers, u64 arena_bytes, u32 m, u32 hidden)
-      : layers_(layers), m_(m), out_(size_t{m} * hidden * 4) {
-    for (u32 layer = 0; layer < layers.count; ++layer) {
-      arenas_.push_back(std::make_unique<Buffer>(arena_bytes));
-    }
-    Check(driver.synchronize(), "cuCtxSynchronize");
-  }
-
-  // Microseconds per layer of steps [0, count).
-  double Steps(const Loaded& plan, size_t count, int replays) const {
-    return TimeGraph(layers_.stream, replays,
-                     [&] {
-                       for (u32 i = 0; i < layers_.count; ++i) {
-                         for (size_t s = 0; s < count; ++s) {
-                           plan.Launch(s, *layers_.data[i],
-                                       arenas_[i]->address(), out_.address(),
-                                       m_, layers_.stream);
-                         }
-                       }
-                     }) /
-           layers_.count;
-  }
-
- private:
-  const Layers& layers_;
-  u32 m_;
-  Buffer out_;
-  std::vector<std::unique_ptr<Buffer>> arenas_;
-};
-
-struct Timed {
-  double us = 0;
-  Assignment point;
-  std::string note;
-};
-
-bool Faster(const Timed& a, const Timed& b) { return a.us < b.us; }
-
 class Bench {
  public:
   Bench(const Problem& p, std::vector<u32> tokens, Programs* programs,
@@ -622,7 +244,8 @@ class Bench {
     for (const int64_t c : {1, 2, 4, 8}) {
       for (const int64_t w : {8, 16}) {
         const Assignment point = Stream(sum, c, w, 128, 1, 8);
-        if (Legal(problem, point)) first.push_back(point);
+        if (Legal(FusedMoeStreamTemplate(), problem, point))
+          first.push_back(point);
       }
     }
     Compile(stream, problem, first);
@@ -647,7 +270,8 @@ class Bench {
             Assignment point =
                 Stream(sum, fc1[best].point.at("cluster_fc1"),
                        fc1[best].point.at("warps_fc1"), ch, c, w);
-            if (Legal(problem, point)) second.push_back(point);
+            if (Legal(FusedMoeStreamTemplate(), problem, point))
+              second.push_back(point);
           }
         }
       }
@@ -738,12 +362,7 @@ Options Parse(int argc, char** argv) {
     } else if (a == "--quick") {
       o.quick = true;
     } else if (a == "--once") {
-      std::istringstream list(value(&i));
-      for (std::string axis; std::getline(list, axis, ',');) {
-        const size_t equals = axis.find('=');
-        if (equals == std::string::npos) Die("--once needs axis=value,...");
-        o.once[axis.substr(0, equals)] = std::atoi(axis.c_str() + equals + 1);
-      }
+      o.once = ParseAssignment(value(&i));
       o.correctness = false;
     } else if (a == "--plain") {
       overlap = false;
@@ -752,12 +371,7 @@ Options Parse(int argc, char** argv) {
     } else if (a == "--no-bench") {
       o.bench = false;
     } else if (a == "--bench-tokens") {
-      std::istringstream list(value(&i));
-      o.tokens.clear();
-      for (std::string m; std::getline(list, m, ',');) {
-        o.tokens.push_back(
-            static_cast<u32>(std::strtoul(m.c_str(), nullptr, 10)));
-      }
+      o.tokens = ParseTokens(value(&i));
     } else {
       Die("unknown option " + a);
     }
@@ -781,31 +395,13 @@ std::vector<Case> Selected(const Options& o) {
   return cases;
 }
 
-void CompileAll(const std::vector<Case>& cases, const std::string& arch,
-                Programs* programs, int threads) {
-  std::vector<SourceUnit> units;
-  for (const Case& c : cases) {
-    const kiln::Problem problem =
-        SpecProblem(c.problem, 1, c.problem.tokens.back(), arch);
-    for (const Assignment& point : c.points) {
-      if (!Legal(problem, point)) continue;
-      for (SourceUnit& unit : FusedMoeStreamTemplate()->MakeUnits(
-               problem.geometry, problem.device.target, point)) {
-        units.push_back(std::move(unit));
-      }
-    }
-  }
-  programs->Prepare(units, threads);
-  std::printf("%zu programs compiled for %s\n", units.size(), arch.c_str());
-  std::fflush(stdout);
-}
-
 int Main(int argc, char** argv) {
   const Options o = Parse(argc, argv);
   const Nvrtc nvrtc = OpenNvrtc(o.nvrtc);
   if (!o.compile_only.empty()) {
     Programs programs(nvrtc, o.compile_only);
-    CompileAll(Selected(o), o.compile_only, &programs, o.threads);
+    CompileAll(FusedMoeStreamTemplate(), Selected(o), o.compile_only, &programs,
+               o.threads);
     return 0;
   }
   const Device device = OpenDevice(nvrtc);
@@ -813,8 +409,10 @@ int Main(int argc, char** argv) {
   bool ok = true;
   if (o.correctness) {
     const std::vector<Case> cases = Selected(o);
-    CompileAll(cases, device.arch, &programs, o.threads);
-    Suite suite(&programs, device.arch, o.threads);
+    CompileAll(FusedMoeStreamTemplate(), cases, device.arch, &programs,
+               o.threads);
+    Suite suite(FusedMoeStreamTemplate(), StagedMax, &programs, device.arch,
+                o.threads);
     for (const Case& c : cases) ok = suite.Run(c) && ok;
     std::printf("%llu runs: %s\n",
                 static_cast<unsigned long long>(suite.total()),
@@ -822,27 +420,8 @@ int Main(int argc, char** argv) {
     std::fflush(stdout);
   }
   if (o.bench) {
-    Problem p;
-    p.codebook = o.codebook;
-    p.bits = {o.bits, o.bits, o.bits};
-    p.top_k = 8;
-    if (o.shape == 0) {
-      p.name = "Qwen3-30B-A3B H2048 I768 E128 k8";
-      p.hidden = 2048;
-      p.inter = 768;
-      p.experts = 128;
-    } else if (o.shape == 1) {
-      p.name = "H7168 I256 E256 k8";
-      p.hidden = 7168;
-      p.inter = 256;
-      p.experts = 256;
-    } else {
-      p.name = "H1024 I512 E256 k8";
-      p.hidden = 1024;
-      p.inter = 512;
-      p.experts = 256;
-    }
-    Bench bench(p, o.tokens, &programs, device.arch, o.threads);
+    Bench bench(BenchProblem(o.shape, o.codebook, o.bits), o.tokens, &programs,
+                device.arch, o.threads);
     if (o.once.empty()) {
       bench.Run();
     } else {

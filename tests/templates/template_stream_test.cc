@@ -43,7 +43,7 @@ std::vector<Assignment> AllOf(const Problem& problem) {
 TEST(FusedMoeStreamTemplateTest, IsRegisteredBehindTheTileTemplate) {
   EXPECT_EQ(FindTemplate("fused_moe.stream"), FusedMoeStreamTemplate());
   const auto templates = TemplatesFor(RequestGeometry(), Backend::kCuda);
-  ASSERT_EQ(templates.size(), 2u);
+  ASSERT_EQ(templates.size(), 3u);
   EXPECT_EQ(templates[1], FusedMoeStreamTemplate());
 }
 

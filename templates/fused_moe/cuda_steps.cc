@@ -1,0 +1,120 @@
+#include "templates/fused_moe/cuda_steps.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "templates/fused_moe/op.h"
+#include "templates/registry.h"
+
+namespace kiln {
+namespace {
+
+constexpr uint32_t kRouteThreads = 1024;
+constexpr uint32_t kHelperThreads = 128;
+constexpr uint32_t kHelperWarps = kHelperThreads / 32;
+
+}  // namespace
+
+SourceUnit GroupedSupportUnit(const RequestGeometry& geometry,
+                              uint32_t template_version, OperandOrder order) {
+  SourceUnit unit;
+  unit.name = "fused_moe/cuda.cu";
+  unit.template_version = template_version;
+  unit.compute_dtype = "f16";
+  unit.text =
+      absl::StrCat(FusedMoePrelude(geometry),
+                   "#define KILN_PART 0\n#define KILN_OPERAND_ORDER ",
+                   static_cast<int>(order), "\n", TemplateText(unit.name));
+  unit.headers = CudaHeaders({"cuda/grouped_product.h"});
+  unit.entries = {"kiln_moe_activate", "kiln_moe_combine"};
+  if (!geometry.weights.shared_scales) {
+    unit.entries.push_back("kiln_moe_rotate");
+  }
+  unit.entries.push_back("kiln_moe_route");
+  return unit;
+}
+
+void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
+                     uint32_t tile, const GroupedLaunch& fc1,
+                     const GroupedLaunch& fc2, PlanBody* body) {
+  const bool shared = geometry.weights.shared_scales;
+  const auto hidden = static_cast<uint32_t>(geometry.hidden);
+  const auto inter = static_cast<uint32_t>(geometry.intermediate);
+  const auto experts = static_cast<uint32_t>(geometry.experts);
+  const auto top_k = static_cast<uint32_t>(geometry.top_k);
+  const uint64_t routes = uint64_t{capacity} * top_k;
+
+  const auto slice = [body](absl::string_view name, uint64_t bytes) {
+    return Arg::Arena(body->arena.Add(name, bytes));
+  };
+  const uint64_t operand = uint64_t{2} * hidden * (shared ? capacity : routes);
+  const Arg tiles =
+      slice("tiles", 16 * FusedMoeTilesMax(geometry, tile, capacity));
+  const Arg totals = slice("totals", 16);
+  const Arg rows = slice("rows", 8 * routes);
+  const Arg positions = slice("positions", 4 * routes);
+  const Arg gate = slice("gate_operand", operand);
+  const Arg up = slice("up_operand", operand);
+  // Rounded to fp16, or one fp32 partial sum for each slice of K.
+  const auto product = [&slice, routes](absl::string_view name, uint32_t width,
+                                        uint32_t slices) {
+    return slice(name, (slices == 1 ? uint64_t{2} : uint64_t{4} * slices) *
+                           width * routes);
+  };
+  const Arg fc1_sums = product("fc1", 2 * inter, fc1.slices);
+  const Arg activated = slice("activated", uint64_t{2} * inter * routes);
+  const Arg fc2_sums = product("fc2", hidden, fc2.slices);
+
+  const auto p = FusedMoeArg;
+  using P = FusedMoeParam;
+  const LaunchDim one = LaunchDim::Constant(1);
+  const auto warps_over = [](uint32_t per_token) {
+    return LaunchDim::Of({.mul = per_token, .add = 0, .div = kHelperWarps});
+  };
+  const auto add = [body](absl::string_view label, uint32_t program,
+                          const LaunchDim& x, const LaunchDim& y,
+                          uint32_t block, uint32_t shared_bytes,
+                          std::vector<Arg> args) {
+    Step step;
+    step.label = std::string(label);
+    step.program = program;
+    step.entry = absl::StrCat("kiln_moe_", label);
+    step.grid = {x, y, LaunchDim::Constant(1)};
+    step.block = {block, 1, 1};
+    step.dynamic_shared_bytes = shared_bytes;
+    step.args = std::move(args);
+    body->steps.push_back(std::move(step));
+  };
+  if (shared) {
+    // Blocks beyond the experts rotate the tokens, two 128 blocks per warp.
+    add("route", 0,
+        LaunchDim::Of({.mul = hidden / 128, .add = 64 * experts, .div = 64}),
+        one, kRouteThreads, 0,
+        {p(P::kTopkIds), rows, positions, tiles, totals, p(P::kX),
+         p(P::kGateSuh), p(P::kUpSuh), gate, up, Arg::Tokens(),
+         Arg::U32(tile)});
+  } else {
+    add("route", 0, LaunchDim::Constant(experts), one, kRouteThreads, 0,
+        {p(P::kTopkIds), rows, positions, tiles, totals, Arg::Tokens(),
+         Arg::U32(tile)});
+    add("rotate", 0, warps_over(top_k * (hidden / 128)), one, kHelperThreads, 0,
+        {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), rows, totals, gate, up});
+  }
+  add("fc1", 1, fc1.blocks, LaunchDim::Constant(fc1.slices), fc1.threads,
+      fc1.shared_bytes,
+      {gate, up, p(P::kWGate), p(P::kWUp), rows, tiles, totals, fc1_sums,
+       Arg::Tokens()});
+  add("activate", 0, warps_over(top_k * (inter / 128)), one, kHelperThreads, 0,
+      {fc1_sums, p(P::kRotations), rows, totals, activated, Arg::Tokens(),
+       Arg::U32(fc1.slices)});
+  add("fc2", 1, fc2.blocks, LaunchDim::Constant(fc2.slices), fc2.threads,
+      fc2.shared_bytes,
+      {activated, p(P::kWDown), tiles, totals, fc2_sums, Arg::Tokens()});
+  add("combine", 0, warps_over(hidden / 128), one, kHelperThreads, 0,
+      {fc2_sums, p(P::kDownSvh), p(P::kTopkWeights), positions, rows,
+       p(P::kOut), Arg::Tokens(), Arg::U32(fc2.slices)});
+}
+
+}  // namespace kiln

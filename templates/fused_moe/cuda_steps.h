@@ -1,0 +1,40 @@
+// What the candidates share that compute fused_moe on CUDA as six or seven
+// steps over rows sorted by expert: cuda.cu's support kernels, the arena,
+// arguments.
+
+#ifndef KILN_TEMPLATES_FUSED_MOE_CUDA_STEPS_H_
+#define KILN_TEMPLATES_FUSED_MOE_CUDA_STEPS_H_
+
+#include <cstdint>
+
+#include "compiler/spec/kernel_template.h"
+#include "compiler/spec/plan.h"
+#include "compiler/spec/request.h"
+
+namespace kiln {
+
+// Order of the input channels in operand rows; KILN_OPERAND_ORDER of cuda.cu.
+enum class OperandOrder { kNatural = 0, kWarpgroup = 1 };
+
+// How a matrix product is launched.
+struct GroupedLaunch {
+  LaunchDim blocks;     // grid.x
+  uint32_t slices = 1;  // of K: grid.y; above one the result is partial sums
+  uint32_t threads = 0;
+  uint32_t shared_bytes = 0;  // dynamic
+};
+
+// cuda.cu, part 0: the same program for all candidates of an order.
+SourceUnit GroupedSupportUnit(const RequestGeometry& geometry,
+                              uint32_t template_version, OperandOrder order);
+
+// Steps, arguments and slices as README.md, "Steps", lists them. Program 0 of
+// the candidate is the support unit, program 1 has kiln_moe_fc1 and
+// kiln_moe_fc2. tile: rows of one expert that a product takes at once.
+void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
+                     uint32_t tile, const GroupedLaunch& fc1,
+                     const GroupedLaunch& fc2, PlanBody* body);
+
+}  // namespace kiln
+
+#endif  // KILN_TEMPLATES_FUSED_MOE_CUDA_STEPS_H_

@@ -1,0 +1,232 @@
+#include "templates/fused_moe/template_warpgroup.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "compiler/base/status_macros.h"
+#include "compiler/spec/plan.h"
+#include "templates/axes.h"
+#include "templates/fused_moe/cuda_steps.h"
+#include "templates/fused_moe/op.h"
+#include "templates/registry.h"
+
+namespace kiln {
+namespace {
+
+constexpr int64_t kChannels = 128;  // output channels of a block
+constexpr int64_t kDepthStep = 64;  // input channels of a step of the ring
+constexpr int64_t kStages = 4;      // steps in the ring
+constexpr uint32_t kThreads = 384;  // two warpgroups multiply, one copies
+constexpr int64_t kTwoBlocksTokensMax = 64;
+// Below it cuda.cu is faster whatever the axes are.
+constexpr int64_t kRoutesPerExpertMin = 8;
+
+// One of the two matrix products.
+struct Product {
+  int64_t inputs = 0;   // k
+  int64_t outputs = 0;  // n, gate and up together for fc1
+  int bits = 0;
+};
+
+Product Fc1(const RequestGeometry& geometry) {
+  const Bits& bits = geometry.weights.bits;
+  return {geometry.hidden, 2 * geometry.intermediate,
+          std::max(bits.gate, bits.up)};
+}
+
+Product Fc2(const RequestGeometry& geometry) {
+  return {geometry.intermediate, geometry.hidden, geometry.weights.bits.down};
+}
+
+// Rows that one MMA of warpgroup.cu multiplies.
+int64_t UnitRows(int64_t tile) { return tile <= 128 ? 32 : 64; }
+
+// The ring of operand rows, packed weights and barriers, and what warpgroups
+// pass results through.
+int64_t SharedBytes(const Product& product, const AxisPoint& point) {
+  return kStages * (point.at("tokens_tile") * kDepthStep * 2 +
+                    4 * (2 * kChannels * product.bits + 32) + 16) +
+         2 * UnitRows(point.at("tokens_tile")) * (64 * 2 + 16);
+}
+
+class Template : public KernelTemplate {
+ public:
+  absl::string_view name() const override { return "fused_moe.warpgroup"; }
+
+  uint32_t version() const override { return 1; }
+
+  Digest sources() const override {
+    static const Digest digest = TemplateSourcesDigest(
+        {"axes.cc", "cuda/grouped_product.h", "fused_moe/cuda.cu",
+         "fused_moe/cuda_steps.cc", "fused_moe/op.cc",
+         "fused_moe/template_warpgroup.cc", "fused_moe/warpgroup.cu"});
+    return digest;
+  }
+
+  Op op() const override { return Op::kFusedMoe; }
+
+  Backend backend() const override { return Backend::kCuda; }
+
+  absl::Status Supports(const RequestGeometry& geometry,
+                        const Target& target) const override {
+    if (geometry.op != Op::kFusedMoe || target.backend != Backend::kCuda ||
+        target.level != 90 || !target.arch_specific) {
+      return absl::UnimplementedError(absl::StrCat(
+          name(), " serves fused_moe on sm_90a, not on ", target.ToString()));
+    }
+    return absl::OkStatus();
+  }
+
+  ParamSpace Enumerate(const Problem& problem,
+                       size_t points_max) const override {
+    const std::vector<Axis> axes = Axes();
+    std::map<int64_t, double> tiles;
+    for (const int64_t tile : axes.front().values) {
+      tiles[tile] =
+          FusedMoeTilesExpected(problem.geometry, static_cast<uint32_t>(tile),
+                                problem.interval.m_max);
+    }
+    return OrderPoints(
+        axes, {"ctas"},
+        [&](const AxisPoint& point) { return Constraint(problem, point); },
+        [&](const AxisPoint& point) {
+          return Cost(problem, point, tiles.at(point.at("tokens_tile")));
+        },
+        points_max);
+  }
+
+  absl::StatusOr<PlanBody> MakeBody(
+      const Problem& problem, const Assignment& assignment) const override {
+    const std::vector<Axis> axes = Axes();
+    RETURN_IF_ERROR(CheckAssignment(axes, assignment));
+    const AxisPoint point(&axes, assignment);
+    const std::string broken = Constraint(problem, point);
+    if (!broken.empty()) return absl::InvalidArgumentError(broken);
+    const RequestGeometry& geometry = problem.geometry;
+    PlanBody body;
+    body.template_name = std::string(name());
+    body.template_version = version();
+    body.assignment = assignment;
+    // Sums run over k in ascending steps whatever the axes are.
+    body.numerics_class = "w4a16.f16.wgmma";
+    body.tolerance = kFusedMoeTolerance;
+    body.deterministic = true;
+    body.overlapped = true;
+    body.params = FusedMoeParams(geometry);
+    // As many blocks as the device holds at once; each takes its share of
+    // tiles.
+    const auto launch = [&](const Product& product) {
+      GroupedLaunch result;
+      result.blocks = LaunchDim::Constant(static_cast<uint32_t>(
+          std::max(1, problem.device.multiprocessors) * point.at("ctas")));
+      result.threads = kThreads;
+      result.shared_bytes = static_cast<uint32_t>(SharedBytes(product, point));
+      return result;
+    };
+    AddGroupedSteps(geometry, problem.interval.m_max,
+                    static_cast<uint32_t>(point.at("tokens_tile")),
+                    launch(Fc1(geometry)), launch(Fc2(geometry)), &body);
+    return body;
+  }
+
+  std::vector<SourceUnit> MakeUnits(
+      const RequestGeometry& geometry, const Target&,
+      const Assignment& assignment) const override {
+    SourceUnit products;
+    products.name = "fused_moe/warpgroup.cu";
+    products.template_version = version();
+    products.compute_dtype = "f16";
+    products.text =
+        absl::StrCat(FusedMoePrelude(geometry),
+                     AxisPrelude(assignment, {"tokens_tile", "ctas"}),
+                     TemplateText(products.name));
+    products.headers = CudaHeaders({"cuda/grouped_product.h"});
+    products.entries = {"kiln_moe_fc1", "kiln_moe_fc2"};
+    return {GroupedSupportUnit(geometry, version(), OperandOrder::kWarpgroup),
+            std::move(products)};
+  }
+
+ private:
+  static std::vector<Axis> Axes() {
+    return {{"tokens_tile", {32, 64, 96, 128, 192, 256}}, {"ctas", {1, 2}}};
+  }
+
+  // Empty, or the rule that the point breaks.
+  static std::string Constraint(const Problem& problem,
+                                const AxisPoint& point) {
+    const RequestGeometry& geometry = problem.geometry;
+    const int64_t routes = int64_t{problem.interval.m_max} * geometry.top_k;
+    if (routes < kRoutesPerExpertMin * geometry.experts) {
+      return absl::StrCat("fewer than ", kRoutesPerExpertMin,
+                          " routes per expert leave warpgroup MMAs empty");
+    }
+    const int64_t ctas = point.at("ctas");
+    if (ctas > 1 && point.at("tokens_tile") > kTwoBlocksTokensMax) {
+      return absl::StrCat("tokens_tile ", point.at("tokens_tile"),
+                          " leaves no registers for a second block; at most ",
+                          kTwoBlocksTokensMax);
+    }
+    const int64_t shared = std::max(SharedBytes(Fc1(geometry), point),
+                                    SharedBytes(Fc2(geometry), point));
+    if (shared > problem.device.shared_bytes_max) {
+      return absl::StrCat("shared memory ", shared, " B exceeds the ",
+                          problem.device.shared_bytes_max, " B of a block on ",
+                          problem.device.target.ToString());
+    }
+    if (ctas * (shared + 1024) > problem.device.shared_bytes_per_sm) {
+      return absl::StrCat(ctas, " blocks of ", shared,
+                          " B exceed the shared memory of a multiprocessor");
+    }
+    return "";
+  }
+
+  // Cycles of the two products; only the order matters.
+  // tiles: how many the interval's largest m is expected to have.
+  static double Cost(const Problem& problem, const AxisPoint& point,
+                     double tiles) {
+    return ProductCost(problem, point, tiles, Fc1(problem.geometry)) +
+           ProductCost(problem, point, tiles, Fc2(problem.geometry));
+  }
+
+  // Constants: fitted to the harness's timings on an H200 for m = 512 to 4096.
+  static double ProductCost(const Problem& problem, const AxisPoint& point,
+                            double tiles, const Product& product) {
+    // Of a step: decoding, which hides part of the MMAs; how much longer MMAs
+    // take than on their own; and what an item costs beside its steps.
+    constexpr double kStepCycles = 450;
+    constexpr double kUnalignedStepCycles = 540;  // bits not a multiple of 4
+    constexpr double kMmaFactor = 1.05;
+    constexpr double kItemCycles = 2000;
+    const auto tile = static_cast<double>(point.at("tokens_tile"));
+    const auto ctas = static_cast<double>(point.at("ctas"));
+    const auto unit = static_cast<double>(UnitRows(point.at("tokens_tile")));
+    const double rows = static_cast<double>(problem.interval.m_max) *
+                        static_cast<double>(problem.geometry.top_k);
+    // Units that hold rows, of a tile; the last one is half empty.
+    const double live = std::clamp(rows / tiles / unit + 0.5, 1.0, tile / unit);
+    // Two warpgroups, four k-tiles.
+    const double multiply = 2 * 4 * live * unit / 2;
+    const double step =
+        (product.bits % 4 == 0 ? kStepCycles : kUnalignedStepCycles) +
+        kMmaFactor * multiply;
+    const double item =
+        static_cast<double>(product.inputs / kDepthStep) * step + kItemCycles;
+    const double waves = tiles *
+                         static_cast<double>(product.outputs / kChannels) /
+                         (std::max(1, problem.device.multiprocessors) * ctas);
+    return item * ctas * std::max(1.0, std::ceil(waves));
+  }
+};
+
+}  // namespace
+
+const KernelTemplate* FusedMoeWarpgroupTemplate() {
+  static const auto* const instance = new Template;
+  return instance;
+}
+
+}  // namespace kiln

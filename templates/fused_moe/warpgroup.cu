@@ -1,0 +1,660 @@
+// Fused mixture of experts, recipe w4a16, EXL3 trellis weights: the two matrix
+// products on Hopper's warpgroup MMA (sm_90a), for many rows per expert.
+// Routing, rotation, activation and combining are those of cuda.cu (part 0,
+// with KILN_OPERAND_ORDER 1), and so are parameters and results of the two
+// entries.
+//
+// Prelude as cuda.cu. Axes:
+//   KILN_TOKENS_TILE T  rows of one expert per tile: 32, 64, 96, 128, 192 or
+//   256 KILN_STAGES         3, 4, 6 or 8 buffers of the ring KILN_CTAS 1 or 2
+//   blocks per SM (2: T up to 64)
+//
+// Shape of the computation. As in cuda.cu weights are the A operand and go from
+// the decoder straight into it, tokens are N; but wgmma runs beside the
+// decoding of the next step instead of taking its issue slots. A block owns 128
+// output channels of one tile at a time: two warpgroups of 64 channels decode
+// and multiply, a third one copies (operand rows by cp.async, packed weights by
+// bulk copies) into a ring of steps of 64 input channels and runs ahead into
+// the next tile. The grid is as large as the device; blocks take every
+// gridDim.x'th item. A sum runs over k in ascending steps: all axes give the
+// same bits.
+//
+// Order of the operand. Lane (g, c) of a warp, c = lane % 4, reads the packed
+// weights of channels g and g + 8 of k-tile c of four: neighbouring words,
+// which it decodes into the fragments of four MMAs. MMA j then has input
+// channels 16c + 2j + {0, 1, 8, 9} of the step where its lanes have k slots 2c
+// + {0, 1, 8, 9}, so the 64 channels of a row lie in that order in memory; see
+// StoreOperand in cuda.cu.
+
+#include "cuda/grouped_product.h"
+#include "device/fragment.h"
+#include "device/half.h"
+#include "device/platform.h"
+#include "device/trellis.h"
+
+namespace {
+
+using kd::Row;
+using kd::Tile;
+using kd::Totals;
+using kd::u16;
+using kd::u32;
+using kd::u64;
+
+constexpr u32 kHidden = KILN_HIDDEN;
+constexpr u32 kInter = KILN_INTER;
+constexpr u32 kTopK = KILN_TOPK;
+
+constexpr u32 kTokens = KILN_TOKENS_TILE;
+constexpr u32 kStages = 4;
+constexpr u32 kChannels = 128;
+constexpr u32 kDepthStep = 64;
+// Rows of one MMA: a tile multiplies only as many of them as hold its rows.
+constexpr u32 kUnit = kTokens <= 128 ? 32 : 64;
+constexpr u32 kUnits = kTokens / kUnit;
+constexpr u32 kConsumers = 256;  // threads that multiply
+constexpr u32 kProducers = 128;  // threads that copy
+constexpr u32 kThreads = kConsumers + kProducers;
+// Of a thread; three warpgroups share what the compiler may give to each.
+constexpr u32 kConsumerRegisters = KILN_CTAS == 1 ? 216 : 104;
+constexpr u32 kProducerRegisters = KILN_CTAS == 1 ? 72 : 32;
+
+constexpr u32 kRowBytes = kDepthStep * 2;
+constexpr u32 kOperandBytes = kTokens * kRowBytes;
+// 16-byte pieces of a row of a step; the producers copy 16 rows at once.
+constexpr u32 kRowPieces = kRowBytes / 16;
+constexpr u32 kRowsAtOnce = kProducers / kRowPieces;
+constexpr u32 kRowCopies = kTokens / kRowsAtOnce;
+
+static_assert(kHidden % 128 == 0 && kInter % 128 == 0, "H and I: 128 blocks");
+static_assert(kTokens % kRowsAtOnce == 0 && kTokens % kUnit == 0,
+              "T: a multiple of the MMA's rows");
+static_assert(KILN_CTAS == 1 || kTokens <= 64, "two blocks: T up to 64");
+
+// Bytes of 16 input channels of a block's packed weights, and their stride in
+// shared memory: padded so that the four k-tiles of a step lie in other banks.
+template <int kBits>
+constexpr u32 kKTileBytes = 2 * kChannels* kBits;
+template <int kBits>
+constexpr u32 kKTileStride = kKTileBytes<kBits> + 32;
+
+// ---- barriers, bulk copies -------------------------------------------------
+
+__device__ __forceinline__ void InitBarrier(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier),
+               "r"(count)
+               : "memory");
+}
+
+__device__ __forceinline__ void Arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier)
+               : "memory");
+}
+
+// Arrives, and the phase also waits for so many bytes of bulk copies.
+__device__ __forceinline__ void ArriveExpecting(u32 barrier, u32 bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+      "r"(bytes)
+      : "memory");
+}
+
+// Arrives when this thread's copies so far have landed.
+__device__ __forceinline__ void ArriveAfterCopies(u32 barrier) {
+  asm volatile(
+      "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void WaitBarrier(u32 barrier, u32 parity) {
+  u32 done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred p;\n"
+        "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "  selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+}
+
+__device__ __forceinline__ void CopyBulk(u32 to, const void* from, u32 bytes,
+                                         u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Waits for the 128 threads of a consuming warpgroup.
+__device__ __forceinline__ void SyncWarpgroup(u32 group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+
+// ---- warpgroup MMA ---------------------------------------------------------
+
+__device__ __forceinline__ void BeginMmas() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void CommitMmas() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <u32 kPending>
+__device__ __forceinline__ void WaitMmas() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Rows of 128 bytes, 16-byte pieces swizzled by the row; groups of 8 rows are
+// 1024 bytes apart.
+__device__ __forceinline__ u64 OperandDescriptor(u32 address) {
+  constexpr u64 kRowGroups = u64{1024 / 16} << 32;
+  constexpr u64 kSwizzle128 = u64{1} << 62;
+  return kSwizzle128 | kRowGroups | (u64{1} << 16) | (address >> 4);
+}
+
+#define KILN_EIGHT(d, i)                                                    \
+  "+f"((d)[i]), "+f"((d)[(i) + 1]), "+f"((d)[(i) + 2]), "+f"((d)[(i) + 3]), \
+      "+f"((d)[(i) + 4]), "+f"((d)[(i) + 5]), "+f"((d)[(i) + 6]),           \
+      "+f"((d)[(i) + 7])
+
+// d (+)= a x the operand rows of the descriptor; 64 channels x kUnit rows x 16
+// k. Without `add` what d held is dropped.
+__device__ __forceinline__ void Multiply(float (&d)[kUnit / 2],
+                                         const u32 (&a)[4], u64 rows, u32 add) {
+#if KILN_TOKENS_TILE <= 128
+  asm volatile(
+      "{\n"
+      "  .reg .pred p;\n"
+      "  setp.ne.b32 p, %21, 0;\n"
+      "  wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, p, 1, 1, 0;\n"
+      "}"
+      : KILN_EIGHT(d, 0), KILN_EIGHT(d, 8)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(add));
+#else
+  asm volatile(
+      "{\n"
+      "  .reg .pred p;\n"
+      "  setp.ne.b32 p, %37, 0;\n"
+      "  wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n"
+      "}"
+      : KILN_EIGHT(d, 0), KILN_EIGHT(d, 8), KILN_EIGHT(d, 16), KILN_EIGHT(d, 24)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(add));
+#endif
+}
+
+// ---- the ring --------------------------------------------------------------
+
+// Shared memory: operand rows, packed weights, barriers, each kStages times;
+// then for each consuming warpgroup a unit of rows on their way out.
+extern __shared__ __align__(1024) unsigned char kiln_moe_shared[];
+
+template <int kBits>
+constexpr u32 kWeightsAt = kStages* kOperandBytes;
+template <int kBits>
+constexpr u32 kBarriersAt =
+    kWeightsAt<kBits> + kStages * 4 * kKTileStride<kBits>;
+
+constexpr u32 kResultRowBytes = 64 * 2 + 16;  // other banks for every row
+constexpr u32 kResultBytes = kUnit * kResultRowBytes;
+template <int kBits>
+constexpr u32 kResultsAt = kBarriersAt<kBits> + kStages * 16;
+
+// A place of the ring and how often it came round. kMaxBits: of the larger of
+// two matrices that use the ring in turn.
+template <int kMaxBits>
+struct Place {
+  u32 slot = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ u32 operand() const {
+    return kd::SharedAddress(kiln_moe_shared) + slot * kOperandBytes;
+  }
+
+  __device__ __forceinline__ u32 weights() const {
+    return kd::SharedAddress(kiln_moe_shared) + kWeightsAt<kMaxBits> +
+           slot * (4 * kKTileStride<kMaxBits>);
+  }
+
+  __device__ __forceinline__ u32 full() const {
+    return kd::SharedAddress(kiln_moe_shared) + kBarriersAt<kMaxBits> +
+           slot * 16;
+  }
+
+  __device__ __forceinline__ u32 empty() const { return full() + 8; }
+
+  __device__ __forceinline__ void Advance() {
+    if (++slot == kStages) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <int kMaxBits>
+__device__ __forceinline__ void InitRing() {
+  if (threadIdx.x == 0) {
+    Place<kMaxBits> place;
+    for (; place.parity == 0; place.Advance()) {
+      InitBarrier(place.full(), kProducers + kProducers / 32);
+      InitBarrier(place.empty(), kConsumers / 32);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+}
+
+// What a producer thread copies of a tile's rows: a piece of every 16th.
+using Pieces = const u16* [kRowCopies];
+
+// The pieces of the first step. Rows beyond the tile, which share an MMA with
+// others, are its last one again.
+//   row_of(sorted row): row of the operand
+template <u32 kDepth, typename RowOf>
+__device__ __forceinline__ void FindPieces(const u16* operand, const Tile& tile,
+                                           Pieces& pieces,
+                                           const RowOf& row_of) {
+  const u32 thread = threadIdx.x - kConsumers;
+#pragma unroll
+  for (u32 i = 0; i < kRowCopies; ++i) {
+    const u32 at = thread / kRowPieces + i * kRowsAtOnce;
+    const u32 row = row_of(tile.first + (at < tile.rows ? at : tile.rows - 1));
+    pieces[i] =
+        operand + static_cast<u64>(row) * kDepth + thread % kRowPieces * 8;
+  }
+}
+
+// One step of an item, by the producers: copies the pieces kOffset bytes ahead.
+// Each warp brings one k-tile of the step's weights, its first at `weights`.
+template <int kBits, u32 kOffset, int kMaxBits>
+__device__ __forceinline__ void ProduceStep(const unsigned char* weights,
+                                            const Pieces& pieces, u32 rows,
+                                            Place<kMaxBits>& place) {
+  const u32 thread = threadIdx.x - kConsumers;
+  const u32 row = thread / kRowPieces;
+  WaitBarrier(place.empty(), place.parity ^ 1);
+  const u32 full = place.full();
+  if (thread % 32 == 0) {
+    ArriveExpecting(full, kKTileBytes<kBits>);
+    CopyBulk(place.weights() + thread / 32 * kKTileStride<kBits>, weights,
+             kKTileBytes<kBits>, full);
+  }
+  // Rows of a thread are 16 apart, so that their swizzle is the same.
+  const u32 to =
+      place.operand() + row * kRowBytes + (thread % kRowPieces ^ row % 8) * 16;
+#pragma unroll
+  for (u32 u = 0; u < kUnits; ++u) {
+    if (u != 0 && u * kUnit >= rows) break;
+#pragma unroll
+    for (u32 i = u * kUnit / kRowsAtOnce; i < (u + 1) * kUnit / kRowsAtOnce;
+         ++i) {
+      kd::CopyAsync16<kOffset>(to + i * (kRowsAtOnce * kRowBytes), pieces[i]);
+    }
+  }
+  ArriveAfterCopies(full);
+  place.Advance();
+}
+
+// All steps of one item.
+//   weights: byte address of the block's first tile in the expert's K16 row 0
+template <int kBits, u32 kDepth, u32 kWidth, int kMaxBits>
+__device__ __forceinline__ void Produce(
+    const unsigned char* __restrict__ weights, Pieces& pieces, u32 rows,
+    Place<kMaxBits>& place) {
+  constexpr u64 kKTileRow = static_cast<u64>(kWidth) * 2 * kBits;
+  weights += (threadIdx.x - kConsumers) / 32 * kKTileRow;
+#pragma unroll 1
+  for (u32 step = 0; step < kDepth / kDepthStep; step += 2) {
+    ProduceStep<kBits, 0>(weights, pieces, rows, place);
+    ProduceStep<kBits, kRowBytes>(weights + 4 * kKTileRow, pieces, rows, place);
+    weights += 8 * kKTileRow;
+#pragma unroll
+    for (u32 i = 0; i < kRowCopies; ++i) {
+      pieces[i] += 2 * kDepthStep;
+      // Not worked out again from the start for every step.
+      asm volatile("" : "+l"(pieces[i]));
+    }
+  }
+}
+
+// Where a consumer's weights of slot 0 lie: the K words that hold channels g
+// and g + 8 of k-tile c, and the word before them on the tile's ring. Kept in
+// registers: the compiler would work them out again in every step.
+template <int kBits, int kMaxBits>
+struct WordsAddress {
+  u32 own, before;
+
+  __device__ __forceinline__ WordsAddress() {
+    const u32 lane = threadIdx.x % 32;
+    const u32 group = lane / 4;
+    const u32 tile = kd::SharedAddress(kiln_moe_shared) + kWeightsAt<kMaxBits> +
+                     lane % 4 * kKTileStride<kBits> +
+                     threadIdx.x / 32 * (kd::kTileWords<kBits> * 4);
+    own = tile + group * (kBits * 4);
+    before =
+        tile + ((group == 0 ? kd::kTileWords<kBits> : group * kBits) - 1) * 4;
+    asm volatile("" : "+r"(own), "+r"(before));
+  }
+};
+
+template <int kBits, int kMaxBits>
+__device__ __forceinline__ void LoadWords(
+    const WordsAddress<kBits, kMaxBits>& at, const Place<kMaxBits>& place,
+    u32 (&words)[kBits + 1]) {
+  const u32 offset = place.slot * (4 * kKTileStride<kMaxBits>);
+  kd::LoadShared(at.before + offset, words[0]);
+  const u32 own = at.own + offset;
+  if constexpr (kBits % 4 == 0) {
+#pragma unroll
+    for (u32 i = 0; i < kBits; i += 4) {
+      kd::LoadShared(own + i * 4, words[1 + i], words[2 + i], words[3 + i],
+                     words[4 + i]);
+    }
+  } else if constexpr (kBits % 2 == 0) {
+#pragma unroll
+    for (u32 i = 0; i < kBits; i += 2) {
+      kd::LoadShared(own + i * 4, words[1 + i], words[2 + i]);
+    }
+  } else {
+#pragma unroll
+    for (u32 i = 0; i < kBits; ++i) kd::LoadShared(own + i * 4, words[1 + i]);
+  }
+}
+
+// The A fragments of two MMAs, half a step.
+using Fragments = u32[2][4];
+
+template <int kBits, u32 kHalf>
+__device__ __forceinline__ void Decode(const u32 (&words)[kBits + 1],
+                                       Fragments& a) {
+  kd::DecodeFragment<KILN_CODEBOOK, kBits>(
+      kd::QuarterSpan<kBits, kHalf * 2>(words), a[0]);
+  kd::DecodeFragment<KILN_CODEBOOK, kBits>(
+      kd::QuarterSpan<kBits, kHalf * 2 + 1>(words), a[1]);
+}
+
+// The compiler must not give the registers of fragments to anything else
+// before this.
+__device__ __forceinline__ void KeepUntilHere(Fragments& a) {
+#pragma unroll
+  for (u32 j = 0; j < 2; ++j) {
+    asm volatile(""
+                 : "+r"(a[j][0]), "+r"(a[j][1]), "+r"(a[j][2]), "+r"(a[j][3]));
+  }
+}
+
+// A warp's 16 channels by the rows of a tile. One variable serves all numbers
+// of live units: the compiler keeps the sums of every MMA chain in registers of
+// their own.
+using Sums = float[kUnits][kUnit / 2];
+
+// Starts half a step: MMAs of two k-tiles for kLive units of rows.
+template <u32 kLive, u32 kHalf>
+__device__ __forceinline__ void StartHalf(const Fragments& a, u64 operand,
+                                          u32 add, Sums& sums) {
+  BeginMmas();
+#pragma unroll
+  for (u32 j = 0; j < 2; ++j) {
+#pragma unroll
+    for (u32 u = 0; u < kLive; ++u) {
+      Multiply(sums[u], a[j],
+               operand + ((kHalf * 2 + j) * 32 + u * (kUnit * kRowBytes)) / 16,
+               kHalf + j == 0 ? add : 1u);
+    }
+  }
+  CommitMmas();
+}
+
+// All steps of one item, by a consumer: the sums of kLive units of rows. While
+// the MMAs of a half run, the next half is decoded.
+//
+// Rows that cp.async brought are read by wgmma without a proxy fence, as
+// CUTLASS does: the barrier's phase ends when they are in shared memory. The
+// fence would have every consumer wait for all copies on their way.
+template <u32 kLive, int kBits, u32 kDepth, int kMaxBits>
+__device__ __forceinline__ void Consume(const WordsAddress<kBits, kMaxBits>& at,
+                                        Place<kMaxBits>& place, Sums& sums,
+                                        Fragments& even, Fragments& odd) {
+  constexpr u32 kSteps = kDepth / kDepthStep;
+  const bool first_lane = threadIdx.x % 32 == 0;
+  u32 words[kBits + 1];
+  u32 previous = 0;  // barrier of the step before
+  WaitBarrier(place.full(), place.parity);
+  LoadWords(at, place, words);
+#pragma unroll 1
+  for (u32 step = 0; step < kSteps; ++step) {
+    const u64 operand = OperandDescriptor(place.operand());
+    Decode<kBits, 0>(words, even);
+    StartHalf<kLive, 0>(even, operand, step, sums);
+    WaitMmas<1>();
+    KeepUntilHere(odd);
+    if (first_lane && step != 0) Arrive(previous);
+    previous = place.empty();
+    place.Advance();
+    // The next step's words arrive while this one's second half is decoded.
+    u32 next[kBits + 1];
+    if (step + 1 < kSteps) {
+      WaitBarrier(place.full(), place.parity);
+      LoadWords(at, place, next);
+    }
+    Decode<kBits, 1>(words, odd);
+    StartHalf<kLive, 1>(odd, operand, 1, sums);
+    WaitMmas<1>();
+    KeepUntilHere(even);
+#pragma unroll
+    for (u32 i = 0; i <= kBits; ++i) words[i] = next[i];
+  }
+  WaitMmas<0>();
+  KeepUntilHere(odd);
+  if (first_lane) Arrive(previous);
+}
+
+// Four 8 x 8 matrices of fp16 as an MMA leaves them, stored transposed: lane l
+// names where 8 values of row l % 8 of matrix l / 8 go.
+__device__ __forceinline__ void StoreTransposed(u32 to, u32 a, u32 b, u32 c,
+                                                u32 d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], "
+      "{%1, %2, %3, %4};" ::"r"(to),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+// The rows of the sums, as fp16, through shared memory, so that a warpgroup
+// writes the 64 channels of a row side by side.
+//   to: the warpgroup's channel 0 of the tile's row 0
+template <int kMaxBits>
+__device__ __forceinline__ void StoreSums(const Sums& sums, u16* to,
+                                          u64 row_stride, u32 rows) {
+  const u32 group = threadIdx.x / 128;
+  const u32 thread = threadIdx.x % 128;
+  const u32 lane = thread % 32;
+  const u32 offset = kResultsAt<kMaxBits> + group * kResultBytes;
+  // Matrices: channels 0-7 and 8-15 of rows 0-7, then of rows 8-15.
+  const u32 from = kd::SharedAddress(kiln_moe_shared) + offset +
+                   (lane / 16 * 8 + lane % 8) * kResultRowBytes +
+                   thread / 32 * 32 + lane / 8 % 2 * 16;
+  const u32 row = thread / 8;
+  to += row * row_stride + thread % 8 * 8;
+#pragma unroll
+  for (u32 u = 0; u < kUnits; ++u) {
+    if (u * kUnit >= rows) break;
+#pragma unroll
+    for (u32 i = 0; i < kUnit / 16; ++i) {
+      const float* d = &sums[u][i * 8];
+      StoreTransposed(from + i * 16 * kResultRowBytes,
+                      kd::RoundPair(d[0], d[1]), kd::RoundPair(d[2], d[3]),
+                      kd::RoundPair(d[4], d[5]), kd::RoundPair(d[6], d[7]));
+    }
+    SyncWarpgroup(group);
+#pragma unroll
+    for (u32 i = 0; i < kUnit; i += 16) {
+      if (u * kUnit + i + row < rows) {
+        *reinterpret_cast<uint4*>(to + (u * kUnit + i) * row_stride) =
+            *reinterpret_cast<const uint4*>(kiln_moe_shared + offset +
+                                            (i + row) * kResultRowBytes +
+                                            thread % 8 * 16);
+      }
+    }
+    SyncWarpgroup(group);
+  }
+}
+
+// Consume with as many units as the tile has rows for.
+template <u32 kLive, int kBits, u32 kDepth, int kMaxBits>
+__device__ __forceinline__ void ConsumeTile(
+    const WordsAddress<kBits, kMaxBits>& at, Place<kMaxBits>& place, u32 rows,
+    Sums& sums, Fragments& even, Fragments& odd) {
+  if constexpr (kLive > 1) {
+    if (rows <= (kLive - 1) * kUnit) {
+      ConsumeTile<kLive - 1, kBits, kDepth>(at, place, rows, sums, even, odd);
+      return;
+    }
+  }
+  Consume<kLive, kBits, kDepth>(at, place, sums, even, odd);
+}
+
+template <u32 kRegisters>
+__device__ __forceinline__ void GiveRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <u32 kRegisters>
+__device__ __forceinline__ void TakeRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace
+
+// Step 4. Item x: tile x / (2I / 128) and 128 of the 2I channels gate | up.
+extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
+    kiln_moe_fc1(const u16* gate_operand, const u16* up_operand,
+                 const u16* __restrict__ w_gate, const u16* __restrict__ w_up,
+                 const Row* rows, const Tile* tiles, const Totals* totals,
+                 u16* __restrict__ fc1, u32) {
+  constexpr u32 kBlocks = 2 * kInter / kChannels;
+  constexpr int kMaxBits =
+      KILN_BITS_GATE > KILN_BITS_UP ? KILN_BITS_GATE : KILN_BITS_UP;
+  InitRing<kMaxBits>();
+  kd::BeginStep();
+  const u32 items = totals->tiles * kBlocks;
+  Place<kMaxBits> place;
+  if (threadIdx.x >= kConsumers) {
+    GiveRegisters<kProducerRegisters>();
+    Pieces pieces;
+#pragma unroll 1
+    for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
+      const Tile tile = tiles[item / kBlocks];
+      const u32 column = item % kBlocks * kChannels;
+      const bool is_up = column >= kInter;
+      const u32 inner = is_up ? column - kInter : column;
+      const u16* operand = is_up ? up_operand : gate_operand;
+#if KILN_SHARED_SUH
+      FindPieces<kHidden>(operand, tile, pieces,
+                          [rows](u32 at) { return rows[at].route / kTopK; });
+#else
+      FindPieces<kHidden>(operand, tile, pieces, [](u32 at) { return at; });
+#endif
+#if KILN_BITS_GATE == KILN_BITS_UP
+      Produce<KILN_BITS_GATE, kHidden, kInter>(
+          kd::ExpertTiles<KILN_BITS_GATE, kHidden, kInter>(
+              is_up ? w_up : w_gate, tile.expert, inner),
+          pieces, tile.rows, place);
+#else
+      if (is_up) {
+        Produce<KILN_BITS_UP, kHidden, kInter>(
+            kd::ExpertTiles<KILN_BITS_UP, kHidden, kInter>(w_up, tile.expert,
+                                                           inner),
+            pieces, tile.rows, place);
+      } else {
+        Produce<KILN_BITS_GATE, kHidden, kInter>(
+            kd::ExpertTiles<KILN_BITS_GATE, kHidden, kInter>(
+                w_gate, tile.expert, inner),
+            pieces, tile.rows, place);
+      }
+#endif
+    }
+    return;
+  }
+  TakeRegisters<kConsumerRegisters>();
+  const WordsAddress<KILN_BITS_GATE, kMaxBits> gate;
+#if KILN_BITS_GATE != KILN_BITS_UP
+  const WordsAddress<KILN_BITS_UP, kMaxBits> up;
+#endif
+#pragma unroll 1
+  for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
+    const Tile tile = tiles[item / kBlocks];
+    const u32 column = item % kBlocks * kChannels;
+    u16* to = fc1 + static_cast<u64>(tile.first) * (2 * kInter) + column +
+              threadIdx.x / 128 * 64;
+    Sums sums;
+    Fragments even, odd;
+#if KILN_BITS_GATE == KILN_BITS_UP
+    ConsumeTile<kUnits, KILN_BITS_GATE, kHidden>(gate, place, tile.rows, sums,
+                                                 even, odd);
+#else
+    if (column >= kInter) {
+      ConsumeTile<kUnits, KILN_BITS_UP, kHidden>(up, place, tile.rows, sums,
+                                                 even, odd);
+    } else {
+      ConsumeTile<kUnits, KILN_BITS_GATE, kHidden>(gate, place, tile.rows, sums,
+                                                   even, odd);
+    }
+#endif
+    StoreSums<kMaxBits>(sums, to, 2 * kInter, tile.rows);
+  }
+}
+
+// Step 8. Item x: tile x / (H / 128) and 128 of the H channels.
+extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
+    kiln_moe_fc2(const u16* activated, const u16* __restrict__ w_down,
+                 const Tile* tiles, const Totals* totals, u16* __restrict__ fc2,
+                 u32) {
+  constexpr u32 kBlocks = kHidden / kChannels;
+  InitRing<KILN_BITS_DOWN>();
+  kd::BeginStep();
+  const u32 items = totals->tiles * kBlocks;
+  Place<KILN_BITS_DOWN> place;
+  if (threadIdx.x >= kConsumers) {
+    GiveRegisters<kProducerRegisters>();
+    Pieces pieces;
+#pragma unroll 1
+    for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
+      const Tile tile = tiles[item / kBlocks];
+      FindPieces<kInter>(activated, tile, pieces, [](u32 at) { return at; });
+      Produce<KILN_BITS_DOWN, kInter, kHidden>(
+          kd::ExpertTiles<KILN_BITS_DOWN, kInter, kHidden>(
+              w_down, tile.expert, item % kBlocks * kChannels),
+          pieces, tile.rows, place);
+    }
+    return;
+  }
+  TakeRegisters<kConsumerRegisters>();
+  const WordsAddress<KILN_BITS_DOWN, KILN_BITS_DOWN> down;
+#pragma unroll 1
+  for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
+    const Tile tile = tiles[item / kBlocks];
+    Sums sums;
+    Fragments even, odd;
+    ConsumeTile<kUnits, KILN_BITS_DOWN, kInter>(down, place, tile.rows, sums,
+                                                even, odd);
+    StoreSums<KILN_BITS_DOWN>(sums,
+                              fc2 + static_cast<u64>(tile.first) * kHidden +
+                                  item % kBlocks * kChannels +
+                                  threadIdx.x / 128 * 64,
+                              kHidden, tile.rows);
+  }
+}
