@@ -214,9 +214,9 @@ class Tree:
         if include in self.texts:
             return include
         # Device headers have the virtual name "device/x.h" for every compiler,
-        # what CPU kernels share "cpu/x.h", and what TrellisMX kernels share
-        # those of MX_HEADERS.
-        if include.startswith(("device/", "cpu/", *MX_HEADERS)):
+        # what CPU or CUDA kernels share "cpu/x.h" or "cuda/x.h", and what
+        # TrellisMX kernels share those of MX_HEADERS.
+        if include.startswith(("device/", "cpu/", "cuda/", *MX_HEADERS)):
             return "templates/" + include
         return None
 
@@ -227,9 +227,10 @@ class Tree:
                           "in tools/house_rules.py")
             return
         kernel = ()  # virtual folders that code for a device may include from
-        if re.match(r"templates/device/|templates/[^/]+/[^/]*\.cu$|"
-                    r"tools/examples/package_[^/]+/", path):
+        if re.match(r"templates/device/|tools/examples/package_[^/]+/", path):
             kernel = ("device/",)
+        elif re.match(r"templates/[^/]+/[^/]*\.cu$|templates/cuda/", path):
+            kernel = ("cuda/", "device/")
         elif re.match(r"templates/[^/]+/cpu[^/]*\.cc$|"
                       r"templates/cpu/trellis_product\.h$", path):
             kernel = ("cpu/", "device/")

@@ -3,8 +3,8 @@
 // to memory, and how a step waits for the one before it.
 //
 // CUDA only; no header other than Kiln's own.
-#ifndef KILN_CUDA_GROUPED_PRODUCT_H_
-#define KILN_CUDA_GROUPED_PRODUCT_H_
+#ifndef KILN_TEMPLATES_CUDA_GROUPED_PRODUCT_H_
+#define KILN_TEMPLATES_CUDA_GROUPED_PRODUCT_H_
 
 #include "device/platform.h"
 
@@ -133,4 +133,4 @@ KILN_FN const unsigned char* ExpertTiles(const u16* weights, u32 expert,
 
 }  // namespace kd
 
-#endif  // KILN_CUDA_GROUPED_PRODUCT_H_
+#endif  // KILN_TEMPLATES_CUDA_GROUPED_PRODUCT_H_
