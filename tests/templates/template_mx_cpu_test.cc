@@ -138,6 +138,32 @@ TEST(FusedMoeMxCpuTemplateTest, StepsCoverEveryRowChannelAndRoute) {
   }
 }
 
+TEST(FusedMoeMxCpuTemplateTest,
+     ScalesOfActivationsHaveAColumnForEach32Channels) {
+  for (const Interval interval : {Interval{1, 8}, Interval{9, 33}}) {
+    const Problem problem = ProblemFor(interval.m_min, interval.m_max);
+    const bool quantised = interval.m_min > 8;
+    for (const Assignment& point : SpaceOf(problem).points) {
+      ASSERT_OK_AND_ASSIGN(const PlanBody body,
+                           FusedMoeMxCpuTemplate()->MakeBody(problem, point));
+      const auto tile = static_cast<uint32_t>(point.at("tokens_tile"));
+      const uint64_t rows =
+          tile * FusedMoeTilesMax(problem.geometry, tile, interval.m_max);
+      size_t found = 0;
+      for (const ArenaSlice& slice : body.arena.slices) {
+        if (slice.name == "x_scales") {
+          ++found;
+          EXPECT_EQ(slice.bytes, quantised ? interval.m_max * 32u : 0u);
+        } else if (slice.name == "mid_scales") {
+          ++found;
+          EXPECT_EQ(slice.bytes, quantised ? rows * 12 : 0);
+        }
+      }
+      EXPECT_EQ(found, 2u);
+    }
+  }
+}
+
 TEST(FusedMoeMxCpuTemplateTest, AProgramHasTheArmTheLimitAndItsHeaders) {
   const Problem problem = ProblemFor(9, 32);
   const std::vector<SourceUnit> units = FusedMoeMxCpuTemplate()->MakeUnits(
