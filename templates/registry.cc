@@ -7,6 +7,7 @@
 #include "templates/fused_moe/template_cpu.h"
 #include "templates/fused_moe/template_cuda.h"
 #include "templates/fused_moe/template_mx_cpu.h"
+#include "templates/fused_moe/template_mx_cuda.h"
 #include "templates/fused_moe/template_stream.h"
 #include "templates/fused_moe/template_warpgroup.h"
 #include "templates/linear/template_cpu.h"
@@ -41,8 +42,8 @@ const std::vector<const KernelTemplate*>& AllTemplates() {
   static const auto* const templates = new std::vector<const KernelTemplate*>{
       FusedMoeCpuTemplate(),    FusedMoeCudaTemplate(),
       FusedMoeStreamTemplate(), FusedMoeWarpgroupTemplate(),
-      FusedMoeMxCpuTemplate(),  LinearCpuTemplate(),
-      LinearCudaTemplate(),
+      FusedMoeMxCpuTemplate(),  FusedMoeMxCudaTemplate(),
+      LinearCpuTemplate(),      LinearCudaTemplate(),
   };
   return *templates;
 }

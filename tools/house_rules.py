@@ -227,16 +227,17 @@ class Tree:
                           "in tools/house_rules.py")
             return
         kernel = ()  # virtual folders that code for a device may include from
-        if re.match(r"templates/device/|tools/examples/package_[^/]+/", path):
+        if re.match(r"templates/fused_moe/mx_(cpu\.cc|cuda\.cu|"
+                    r"(block|boundary|fragment|vector|warp)\.h)$|"
+                    r"templates/formats/npk_law\.h$", path):
+            kernel = ("device/", *MX_HEADERS)
+        elif re.match(r"templates/device/|tools/examples/package_[^/]+/", path):
             kernel = ("device/",)
         elif re.match(r"templates/[^/]+/[^/]*\.cu$|templates/cuda/", path):
             kernel = ("cuda/", "device/")
         elif re.match(r"templates/[^/]+/cpu[^/]*\.cc$|"
                       r"templates/cpu/trellis_product\.h$", path):
             kernel = ("cpu/", "device/")
-        elif re.match(r"templates/fused_moe/mx_(cpu\.cc|(block|boundary|vector)"
-                      r"\.h)$|templates/formats/npk_law\.h$", path):
-            kernel = ("device/", *MX_HEADERS)
         lines = without_raw_strings(self.texts[path]).split("\n")
         for number, line in enumerate(lines, 1):
             match = INCLUDE.match(line)

@@ -25,15 +25,17 @@ constexpr uint64_t kGridMax[3] = {0x7FFFFFFF, 65535, 65535};
 // than all else here.
 constexpr size_t kPrunedNamed = 64;
 
-// "cpu", or "cpu and cuda": those with templates for the op and format.
-std::string BackendsOf(const RequestGeometry& geometry) {
+// Which targets have templates for the op and format.
+std::string ServedOn(const RequestGeometry& geometry) {
   std::vector<absl::string_view> names;
   for (const Backend backend : {Backend::kCpu, Backend::kCuda}) {
     if (!TemplatesFor(geometry, backend).empty()) {
       names.push_back(BackendName(backend));
     }
   }
-  return absl::StrJoin(names, " and ");
+  if (names.empty()) return "no target has a template for it";
+  return absl::StrCat("templates for it are for ",
+                      absl::StrJoin(names, " and "), " targets");
 }
 
 // Empty, or why no runtime would take the body at m_max tokens.
@@ -95,9 +97,9 @@ absl::Status CheckOpsServed(const Manifest& manifest,
               ? ""
               : absl::StrCat(" over weights of ", WeightFormatName(format)),
           " on ", target.ToString(), ", which request \"", request.name,
-          "\" is for; templates for it are for ", BackendsOf(geometry),
-          " targets; take such requests out of the manifest, or use a build "
-          "that has a template for them"));
+          "\" is for; ", ServedOn(geometry),
+          "; take such requests out of the manifest, or use a build that has a "
+          "template for them"));
     }
   }
   return absl::OkStatus();

@@ -379,17 +379,18 @@ std::vector<VerifyCase> VerifyCases(const Interval& interval) {
 Promise PromiseOf(absl::string_view numerics_class, double tolerance) {
   Promise promise;
   promise.tolerance = tolerance;
+  const bool quantised =
+      absl::StartsWith(numerics_class, MxNumericsClass(MxArm::kGrouped));
+  if (quantised) promise.oracle = ReferenceMode::kStagedW4A8;
   if (numerics_class == "w4a16.f16.sequential" ||
-      numerics_class == MxNumericsClass(MxArm::kSmallM)) {
-    promise.mode = ReferenceMode::kSequential;
+      numerics_class == MxNumericsClass(MxArm::kSmallM) ||
+      numerics_class == MxNumericsClass(MxArm::kGrouped)) {
+    promise.mode =
+        quantised ? ReferenceMode::kSequentialW4A8 : ReferenceMode::kSequential;
     return promise;
   }
-  if (numerics_class == MxNumericsClass(MxArm::kGrouped)) {
-    promise.oracle = ReferenceMode::kStagedW4A8;
-    promise.mode = ReferenceMode::kSequentialW4A8;
-    return promise;
-  }
-  promise.mode = ReferenceMode::kStaged;
+  promise.mode =
+      quantised ? ReferenceMode::kStagedW4A8 : ReferenceMode::kStaged;
   const bool known = absl::StartsWith(numerics_class, "w4a16.f16.");
   promise.row_error_max = known ? kStagedRowMax : tolerance;
   promise.case_error_max = known ? kStagedCaseMax : tolerance;

@@ -79,7 +79,9 @@ struct Promise {
 // differ by up to half of what wrong roundings cost, except in one-term draws.
 // "mx.w4a16.fold32" and "mx.w4a8.fold32" promise the bits of kSequential and
 // kSequentialW4A8; uniform draws of the latter are held against kStagedW4A8.
-// Of an unknown class only the tolerance is known.
+// Classes that begin with these and go on leave the order of a block's sum
+// open: they promise the tolerance against kStaged and kStagedW4A8. Of an
+// unknown class only the tolerance is known.
 Promise PromiseOf(absl::string_view numerics_class, double tolerance);
 
 // The same candidate with red zones between the slices of its arena: what is

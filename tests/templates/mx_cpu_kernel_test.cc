@@ -27,16 +27,18 @@
 #include "tests/support/golden.h"
 #include "tests/support/npk_writer.h"
 #include "tests/support/status_matchers.h"
+#include "tests/templates/mx_call.h"
 #include "tests/templates/mx_cpu_variant.h"
-#include "tests/templates/test_data.h"
 
 namespace kiln {
 namespace {
 
+using testing::MxCall;
 using testing::MxCpuStep;
 using testing::MxCpuVariant;
 using testing::MxCpuVariants;
-using testing::SplitMix64;
+using testing::RowError;
+using testing::WorstRow;
 
 RequestGeometry GeometryOf(const MxCpuVariant& v) {
   RequestGeometry g;
@@ -56,117 +58,11 @@ RequestGeometry GeometryOf(const MxCpuVariant& v) {
   return g;
 }
 
-// ---- one random problem ----------------------------------------------------
-
-struct Call {
-  Call(const RequestGeometry& g, uint32_t tokens, uint64_t seed)
-      : random(seed), buffers(kMxParamCount) {
-    const std::vector<uint64_t> bytes = MxBytes(g, tokens);
-    for (size_t i = 0; i < kMxParamCount; ++i) buffers[i].resize(bytes[i]);
-    const auto h = static_cast<size_t>(g.hidden);
-    const auto i = static_cast<size_t>(g.intermediate);
-    for (const MxParam stream : {MxParam::kW13, MxParam::kW2}) {
-      const size_t count = at(stream).size() / 2;
-      const std::vector<uint16_t> words = random.Words(count);
-      std::memcpy(at(stream).data(), words.data(), 2 * count);
-    }
-    for (const MxParam scales : {MxParam::kW13Scale, MxParam::kW2Scale}) {
-      for (char& byte : at(scales)) {
-        byte = static_cast<char>(124 + random.Next() % 5);
-      }
-    }
-    const double fc1 = 0.4 / std::sqrt(static_cast<double>(h));
-    const double fc2 = 0.4 / std::sqrt(static_cast<double>(i));
-    FillScales(&at(MxParam::kGateUpSuh), 0, h, 1);
-    FillScales(&at(MxParam::kDownSvh), 0, h, fc2);
-    for (size_t e = 0; e < static_cast<size_t>(g.experts); ++e) {
-      std::string& table = at(MxParam::kRotations);
-      FillScales(&table, 6 * e * i, 2 * i, fc1);
-      FillScales(&table, (6 * e + 2) * i, i, 1);
-      const auto draw = static_cast<uint8_t>((e + 1) % 8);
-      FillSigns(&table, (6 * e + 3) * i,
-                CoupledSigns(draw, SignAxis::kPre, 2 * i));
-      FillSigns(&table, (6 * e + 5) * i,
-                CoupledSigns(draw, SignAxis::kPost, i));
-    }
-    const auto k = static_cast<size_t>(g.top_k);
-    for (size_t c = 0; c < tokens * h; ++c) {
-      const auto value = static_cast<float>(2 * random.Symmetric());
-      const uint16_t half =
-          g.io_dtype == DType::kBf16
-              ? static_cast<uint16_t>(kd::FloatBits(value) >> 16)
-              : kd::f32_to_f16(value);
-      std::memcpy(at(MxParam::kX).data() + 2 * c, &half, 2);
-    }
-    for (size_t r = 0; r < tokens * k; ++r) {
-      int64_t id = static_cast<int64_t>(random.Next() %
-                                        static_cast<uint64_t>(g.experts));
-      const uint64_t dice = random.Next() % 8;
-      // Some routes are inactive, and some tokens have no route at all.
-      if (dice == 0 || r / k % 7 == 3) id = dice % 2 == 0 ? -1 : g.experts;
-      SetId(g, r, id);
-      const auto weight = static_cast<float>(random.Symmetric());
-      std::memcpy(at(MxParam::kTopkWeights).data() + 4 * r, &weight, 4);
-    }
-    problem.geometry = g;
-    problem.tokens = tokens;
-    for (size_t s = 0; s < kMxParamCount; ++s) {
-      problem.slots[s] = buffers[s].data();
-    }
-  }
-
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
-
-  std::string& at(MxParam param) { return buffers[static_cast<size_t>(param)]; }
-
-  void SetId(const RequestGeometry& g, size_t route, int64_t id) {
-    std::string& ids = at(MxParam::kTopkIds);
-    if (g.id_dtype == DType::kI64) {
-      std::memcpy(ids.data() + 8 * route, &id, 8);
-    } else {
-      const auto narrow = static_cast<int32_t>(id);
-      std::memcpy(ids.data() + 4 * route, &narrow, 4);
-    }
-  }
-
-  void FillScales(std::string* to, size_t first, size_t count,
-                  double magnitude) {
-    for (size_t c = 0; c < count; ++c) {
-      const double f = random.Symmetric();
-      const uint16_t half = kd::f32_to_f16(
-          static_cast<float>(magnitude * (f + (f < 0 ? -0.5 : 0.5))));
-      std::memcpy(to->data() + 2 * (first + c), &half, 2);
-    }
-  }
-
-  static void FillSigns(std::string* to, size_t first,
-                        const std::vector<int8_t>& signs) {
-    for (size_t c = 0; c < signs.size(); ++c) {
-      const uint16_t half = signs[c] > 0 ? 0x3C00 : 0xBC00;
-      std::memcpy(to->data() + 2 * (first + c), &half, 2);
-    }
-  }
-
-  std::vector<double> Expected(ReferenceMode mode) const {
-    std::vector<int64_t> rows(static_cast<size_t>(problem.tokens));
-    std::iota(rows.begin(), rows.end(), 0);
-    std::vector<double> out(rows.size() *
-                            static_cast<size_t>(problem.geometry.hidden));
-    MxReferenceRows(problem, rows, mode, out.data(), 2);
-    return out;
-  }
-
-  SplitMix64 random;
-  std::vector<std::string> buffers;
-  MxProblem problem;
-};
-
 // ---- running a plan --------------------------------------------------------
 
 // Launches the template's plan for `capacity` tokens on the variant, with an
 // arena of `poison`. Returns [m][H].
-std::vector<float> RunPlan(const MxCpuVariant& v, const Call& call,
+std::vector<float> RunPlan(const MxCpuVariant& v, const MxCall& call,
                            uint32_t capacity, uint8_t poison) {
   Problem problem;
   problem.geometry = call.problem.geometry;
@@ -235,39 +131,6 @@ std::vector<float> RunPlan(const MxCpuVariant& v, const Call& call,
                             out.end() - static_cast<ptrdiff_t>(h));
 }
 
-// Of one row; zero rows must be exactly zero.
-struct RowError {
-  double relative = 0;
-  double cosine = 1;
-};
-
-RowError ErrorOf(const float* got, const double* want, size_t width) {
-  double difference = 0;
-  double dot = 0;
-  double norm_got = 0;
-  double norm_want = 0;
-  for (size_t c = 0; c < width; ++c) {
-    difference += (got[c] - want[c]) * (got[c] - want[c]);
-    dot += got[c] * want[c];
-    norm_got += double{got[c]} * got[c];
-    norm_want += want[c] * want[c];
-  }
-  if (norm_want == 0) return {.relative = difference == 0 ? 0 : INFINITY};
-  return {.relative = std::sqrt(difference / norm_want),
-          .cosine = dot / std::sqrt(norm_got * norm_want)};
-}
-
-RowError Worst(const std::vector<float>& got, const std::vector<double>& want,
-               size_t width) {
-  RowError worst;
-  for (size_t at = 0; at < got.size(); at += width) {
-    const RowError error = ErrorOf(got.data() + at, want.data() + at, width);
-    worst.relative = std::max(worst.relative, error.relative);
-    worst.cosine = std::min(worst.cosine, error.cosine);
-  }
-  return worst;
-}
-
 class MxCpuKernelTest : public ::testing::TestWithParam<MxCpuVariant> {
  protected:
   bool quantised() const { return GetParam().activation_bits == 8; }
@@ -290,7 +153,7 @@ TEST_P(MxCpuKernelTest, EqualsTheSequentialReferenceBitForBit) {
   const MxCpuVariant& v = GetParam();
   for (const uint32_t tokens : {1u, 19u}) {
     SCOPED_TRACE("m=" + std::to_string(tokens));
-    const Call call(GeometryOf(v), tokens, 77 + tokens);
+    const MxCall call(GeometryOf(v), tokens, 77 + tokens);
     const std::vector<float> out = RunPlan(v, call, 24, 0xFF);
     const std::vector<double> expected = call.Expected(sequential());
     for (size_t i = 0; i < out.size(); ++i) {
@@ -308,13 +171,13 @@ TEST_P(MxCpuKernelTest, EqualsTheSequentialReferenceBitForBit) {
 // activations, grouped against the one with them.
 TEST_P(MxCpuKernelTest, KeepsTheCosineOfItsArm) {
   const MxCpuVariant& v = GetParam();
-  const Call call(GeometryOf(v), 10, 5);
+  const MxCall call(GeometryOf(v), 10, 5);
   const std::vector<float> out = RunPlan(v, call, 10, 0x7B);
-  const RowError own = Worst(out, call.Expected(staged()), v.hidden);
+  const RowError own = WorstRow(out, call.Expected(staged()), v.hidden);
   EXPECT_LE(own.relative, 1e-3);
   EXPECT_GE(own.cosine, quantised() ? 0.9998 : 0.99995);
   const RowError exact =
-      Worst(out, call.Expected(ReferenceMode::kFloat64), v.hidden);
+      WorstRow(out, call.Expected(ReferenceMode::kFloat64), v.hidden);
   EXPECT_LE(exact.relative, quantised() ? 8e-2 : 2e-3);
   if (!quantised()) {
     EXPECT_GE(exact.cosine, 0.99995);
@@ -323,7 +186,7 @@ TEST_P(MxCpuKernelTest, KeepsTheCosineOfItsArm) {
 
 TEST_P(MxCpuKernelTest, ReadsNothingThatTheLaunchDidNotWrite) {
   const MxCpuVariant& v = GetParam();
-  const Call call(GeometryOf(v), 9, 6);
+  const MxCall call(GeometryOf(v), 9, 6);
   const std::vector<float> first = RunPlan(v, call, 20, 0xFF);
   for (const uint8_t poison : {uint8_t{0x00}, uint8_t{0x7B}}) {
     const std::vector<float> again = RunPlan(v, call, 20, poison);
@@ -335,7 +198,7 @@ TEST_P(MxCpuKernelTest, ReadsNothingThatTheLaunchDidNotWrite) {
 
 TEST_P(MxCpuKernelTest, NanInATokenStaysInItsRow) {
   const MxCpuVariant& v = GetParam();
-  Call call(GeometryOf(v), 8, 7);
+  MxCall call(GeometryOf(v), 8, 7);
   for (uint32_t j = 0; j < v.top_k; ++j) {
     call.SetId(call.problem.geometry, 2 * v.top_k + j, j % v.experts);
   }
@@ -357,7 +220,7 @@ TEST(MxCpuKernelTest, AllCandidatesOfAnArmGiveEqualBits) {
   std::map<std::tuple<uint32_t, int, int64_t>, std::vector<float>> first;
   size_t compared = 0;
   for (const MxCpuVariant& v : MxCpuVariants()) {
-    const Call call(GeometryOf(v), 9, 8);
+    const MxCall call(GeometryOf(v), 9, 8);
     const std::vector<float> out = RunPlan(v, call, 9, 0xFF);
     const auto [it, inserted] =
         first.try_emplace({v.hidden, v.bits, v.activation_bits}, out);
@@ -404,7 +267,7 @@ TEST(MxCpuKernelTest, RunsOnAPreparedLayer) {
       continue;
     }
     ++used;
-    Call call(GeometryOf(v), 6, 9);
+    MxCall call(GeometryOf(v), 6, 9);
     call.problem.geometry.mx.limit = metadata.limit;
     const std::vector<ParamDecl> params = MxParams(call.problem.geometry);
     for (size_t s = static_cast<size_t>(MxParam::kW13);

@@ -47,7 +47,6 @@ TEST(FusedMoeMxCpuTemplateTest, IsTheOneForItsFormat) {
   const RequestGeometry geometry = ProblemFor(1, 1).geometry;
   EXPECT_THAT(TemplatesFor(geometry, Backend::kCpu),
               ElementsAre(FusedMoeMxCpuTemplate()));
-  EXPECT_THAT(TemplatesFor(geometry, Backend::kCuda), IsEmpty());
 }
 
 TEST(FusedMoeMxCpuTemplateTest, ServesItsFormatOnCpuTargetsOnly) {
@@ -135,6 +134,32 @@ TEST(FusedMoeMxCpuTemplateTest, StepsCoverEveryRowChannelAndRoute) {
         ASSERT_EQ(grid(4, 0, m), m);  // combine
         ASSERT_EQ(grid(4, 1, m), 2u);
       }
+    }
+  }
+}
+
+TEST(FusedMoeMxCpuTemplateTest,
+     ScalesOfActivationsHaveAColumnForEach32Channels) {
+  for (const Interval interval : {Interval{1, 8}, Interval{9, 33}}) {
+    const Problem problem = ProblemFor(interval.m_min, interval.m_max);
+    const bool quantised = interval.m_min > 8;
+    for (const Assignment& point : SpaceOf(problem).points) {
+      ASSERT_OK_AND_ASSIGN(const PlanBody body,
+                           FusedMoeMxCpuTemplate()->MakeBody(problem, point));
+      const auto tile = static_cast<uint32_t>(point.at("tokens_tile"));
+      const uint64_t rows =
+          tile * FusedMoeTilesMax(problem.geometry, tile, interval.m_max);
+      size_t found = 0;
+      for (const ArenaSlice& slice : body.arena.slices) {
+        if (slice.name == "x_scales") {
+          ++found;
+          EXPECT_EQ(slice.bytes, quantised ? interval.m_max * 32u : 0u);
+        } else if (slice.name == "mid_scales") {
+          ++found;
+          EXPECT_EQ(slice.bytes, quantised ? rows * 12 : 0);
+        }
+      }
+      EXPECT_EQ(found, 2u);
     }
   }
 }

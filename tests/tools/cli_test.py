@@ -828,24 +828,25 @@ class MissingThingsTest(CliTest):
                 "cpu", *verb[1:]], cache="no cc")
         self.assertFalse((SCRATCH / "no_cc.kiln").exists())
 
-    def test_what_no_template_serves_is_refused_and_makes_nothing(self):
-        file = SCRATCH / "mx.kiln"
+    @need_nvrtc
+    def test_trellis_mx_compiles_both_arms_for_gpu_targets(self):
         mx = {**REQUEST, "name": "mx", "hidden": 512, "recipe": "w4a8",
-              "weights": {"format": "trellis_mx", "bits": 3, "limit": "10"}}
-        for path in (write("mx.json", manifest(mx)),
-                     write("both.json", manifest(REQUEST, mx))):
-            for verb in (["plan"], ["prewarm"], ["prewarm", "--compile-only"],
-                         ["freeze", "-o", file],
-                         ["explain", "--entry", "mx", "--tokens", "1"]):
-                self.refuse(REFUSED, "no template of this build serves op "
-                            "fused_moe over weights of trellis_mx on sm_90a",
-                            'request "mx"',
-                            "templates for it are for cpu targets",
-                            "take such requests out of the manifest",
-                            args=[verb[0], path, "--target", "sm_90a",
-                                  *verb[1:]], cache="no mx")
-        self.assertFalse(file.exists())
-        self.assertFalse((SCRATCH / "no mx").exists())
+              "weights": {"format": "trellis_mx", "bits": 5, "limit": "10"},
+              "smallm_max_tokens": 4, "capacities": [4, 9]}
+        path = write("mx.json", manifest(mx))
+        for target in ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"):
+            done = kiln("--json", "prewarm", path, "--target", target,
+                        "--max-candidates", "1", "--compile-only", cache="mx")
+            self.assertEqual(done.code, DONE, done)
+            report = done.json()
+            self.assertEqual(report["rejects"], 0, report)
+            self.assertEqual([(plan["m_max"], plan["state"],
+                               plan["winner"].split(",")[0])
+                              for plan in report["plans"]],
+                             [(4, "predicted",
+                               "fused_moe.mx_cuda{activation_bits=16"),
+                              (9, "predicted",
+                               "fused_moe.mx_cuda{activation_bits=8")], report)
 
     @need_nvrtc
     def test_without_a_gpu_plans_are_predicted_and_incomplete(self):

@@ -99,12 +99,6 @@ class MxServeTest(unittest.TestCase):
         self.assertIn('"smallm_max_tokens" is 2, must be one of "capacities"',
                       done.stderr)
 
-    def test_a_target_without_a_template_refuses_by_name(self):
-        done = kiln("prewarm", manifest(self.folder), "--target", "sm_90a")
-        self.assertEqual(done.returncode, 4, done.stderr)
-        self.assertIn("serves op fused_moe over weights of trellis_mx on "
-                      "sm_90a", done.stderr)
-
     def test_without_the_grouped_plan_its_counts_fail_and_nothing_compiles(self):
         """A bundle of the small-M intervals answers them and refuses the
         others; a freeze that wants the missing plan names it."""

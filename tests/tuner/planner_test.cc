@@ -352,19 +352,20 @@ RequestGeometry Linear() {
   return geometry;
 }
 
-RequestGeometry TrellisMx() {
-  RequestGeometry geometry = Qwen();
+// No template has it, and no manifest can name it.
+RequestGeometry LinearTrellisMx() {
+  RequestGeometry geometry = Linear();
   geometry.weights.format = WeightFormat::kTrellisMx;
-  geometry.recipe = Recipe::kW4A8;
   return geometry;
 }
 
 TEST(PlannerTest, SaysSoWhenNoTemplateServesTheFormat) {
-  EXPECT_THAT(Planner(TrellisMx(), ProfileOf("sm_90a"), TestToolchain(), {4})
-                  .Plan({1, 1}),
-              StatusIs(absl::StatusCode::kUnimplemented,
-                       AllOf(HasSubstr("no template serves fused_moe"),
-                             HasSubstr("on sm_90a"))));
+  EXPECT_THAT(
+      Planner(LinearTrellisMx(), ProfileOf("sm_90a"), TestToolchain(), {4})
+          .Plan({1, 1}),
+      StatusIs(absl::StatusCode::kUnimplemented,
+               AllOf(HasSubstr("no template serves linear"),
+                     HasSubstr("on sm_90a"))));
 }
 
 TEST(PlannerTest, PlansLinear) {
@@ -393,15 +394,14 @@ TEST(CheckOpsServedTest, NamesTheRequestTheTargetAndWhatToDo) {
   EXPECT_OK(CheckOpsServed(manifest, targets));
   manifest.requests.resize(3);
   manifest.requests[2].name = "mx";
-  manifest.requests[2].geometry = TrellisMx();
-  EXPECT_OK(CheckOpsServed(manifest, {cpu}));
+  manifest.requests[2].geometry = LinearTrellisMx();
   EXPECT_THAT(
       CheckOpsServed(manifest, targets),
       StatusIs(absl::StatusCode::kUnimplemented,
-               AllOf(HasSubstr("no template of this build serves op fused_moe "
-                               "over weights of trellis_mx on sm_90a"),
+               AllOf(HasSubstr("no template of this build serves op linear "
+                               "over weights of trellis_mx on cpu-x86-64-v3"),
                      HasSubstr("request \"mx\""),
-                     HasSubstr("templates for it are for cpu targets"),
+                     HasSubstr("no target has a template for it"),
                      HasSubstr("take such requests out of the manifest"))));
 }
 

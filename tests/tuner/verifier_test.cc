@@ -136,6 +136,15 @@ TEST(PromiseTest, IsWhatTheNumericsClassSays) {
   EXPECT_EQ(grouped.oracle, ReferenceMode::kStagedW4A8);
   EXPECT_EQ(grouped.mode, ReferenceMode::kSequentialW4A8);
   EXPECT_EQ(grouped.row_error_max, 0);
+  // The order of sums of a tensor core is its own: bounds, not bits.
+  const Promise smallm_mma = PromiseOf("mx.w4a16.fold32.mma.fc1x4.fc2x1", 2e-3);
+  EXPECT_EQ(smallm_mma.oracle, ReferenceMode::kFloat64);
+  EXPECT_EQ(smallm_mma.mode, ReferenceMode::kStaged);
+  EXPECT_EQ(smallm_mma.row_error_max, 2e-3);
+  const Promise grouped_mma = PromiseOf("mx.w4a8.fold32.mma.fc1x1.fc2x1", 1e-2);
+  EXPECT_EQ(grouped_mma.oracle, ReferenceMode::kStagedW4A8);
+  EXPECT_EQ(grouped_mma.mode, ReferenceMode::kStagedW4A8);
+  EXPECT_EQ(grouped_mma.row_error_max, 1e-2);
   const Promise unknown = PromiseOf("w8a8.f8", 1e-2);
   EXPECT_EQ(unknown.mode, ReferenceMode::kStaged);
   EXPECT_EQ(unknown.row_error_max, 1e-2);

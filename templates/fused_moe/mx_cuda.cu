@@ -1,0 +1,962 @@
+// fused_moe over TrellisMX weights (NPK-1 streams behind the coupled boundary):
+// CUDA kernels, in two arms.
+//
+// Rounding boundaries follow the prepared-weights specification, A.6 and A.9.
+// Source for sm_80 and later; no header other than Kiln's own. Read
+// templates/fused_moe/README.md, "TrellisMX weights on CUDA", first: it lists
+// every entry's parameters, launch rule, shared memory and arena slices.
+//
+// Prelude (integers):
+//   KILN_HIDDEN H (multiple of 512), KILN_INTER I (multiple of 128),
+//   KILN_EXPERTS E (1..1024), KILN_TOPK (1..32), KILN_BITS K (2..5),
+//   KILN_LIMIT_BITS (a binary32), KILN_X_BF16, KILN_ID_I64 (0 or 1),
+//   KILN_ACTIVATION_BITS, the arm: 8 ("grouped", W4A8) or 16 ("smallm", W4A16),
+//   and KILN_PART: 0 support entries (route, activate, combine), 1 fc1 and fc2
+// Axes, read by part 1 only:
+//   KILN_TOKENS_TILE T     8 or a multiple of 16 up to 128: rows of one expert
+//                          per block
+//   KILN_CHANNELS_TILE C   64, 128 or 256 output channels per block; divides I
+//                          (fc1) and H (fc2); C >= 16 * KILN_WARPS
+//   KILN_K_TILE            64 or 128 input channels per pipeline stage
+//   KILN_WARPS             4 or 8
+//   KILN_STAGES            2, 3, 4 or 6 buffers of the cp.async ring
+// (C / 16 / warps) * (T / 8) * 4 sums per thread must not exceed 128.
+//
+// Shape of the computation: that of cuda.cu. Weights are the A operand of
+// mma.sync.m16n8k16, decoded into the lanes that need them; tokens are N. An
+// E4M3 number is a binary16 number, so both arms multiply binary16 exactly:
+// operands of the grouped arm are E4M3 values, with one scale for 32 of them.
+// A sum runs in blocks of 32 input channels, each from zero, times the block's
+// scales and added in ascending order. Its order depends on the number of K
+// slices alone: all axes but split-K give bit-identical results.
+
+#include "device/activation.h"
+#include "device/fragment.h"
+#include "device/hadamard.h"
+#include "device/half.h"
+#include "device/platform.h"
+#include "fused_moe/mx_block.h"
+#include "fused_moe/mx_boundary.h"
+#include "fused_moe/mx_fragment.h"
+#include "fused_moe/mx_warp.h"
+
+namespace {
+
+using kd::u16;
+using kd::u32;
+using kd::u64;
+using kd::u8;
+
+constexpr u32 kHidden = KILN_HIDDEN;
+constexpr u32 kInter = KILN_INTER;
+constexpr u32 kExperts = KILN_EXPERTS;
+constexpr u32 kTopK = KILN_TOPK;
+constexpr u32 kNone = 0xFFFFFFFFu;
+constexpr bool kQuantised = KILN_ACTIVATION_BITS == 8;
+
+static_assert(kHidden % 512 == 0 && kInter % 128 == 0, "H512 and H128");
+static_assert(kExperts >= 1 && kExperts <= 1024, "E in 1..1024");
+static_assert(KILN_ACTIVATION_BITS == 8 || KILN_ACTIVATION_BITS == 16,
+              "activations have 8 or 16 bits");
+
+// One sorted row: the route it came from and the expert that serves it.
+struct alignas(8) Row {
+  u32 route;
+  u32 expert;
+};
+
+// A run of at most T consecutive sorted rows of one expert.
+struct alignas(16) Tile {
+  u32 expert;
+  u32 first;
+  u32 rows;
+  u32 unused;
+};
+
+// Written by route.
+struct alignas(16) Totals {
+  u32 tiles;
+  u32 rows;
+  u32 unused[2];
+};
+
+__device__ __forceinline__ u32 Pack2(float low, float high) {
+  return static_cast<u32>(kd::f32_to_f16(low)) |
+         static_cast<u32>(kd::f32_to_f16(high)) << 16;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------
+// Part 0: everything but the two matrix products.
+#if KILN_PART == 0
+
+namespace {
+
+constexpr u32 kRouteThreads = 1024;
+constexpr u32 kRouteWarps = kRouteThreads / 32;
+static_assert(kRouteWarps == 32, "a lane per warp");
+constexpr u32 kHelperThreads = 128;
+constexpr u32 kHelperWarps = kHelperThreads / 32;
+constexpr u32 kChunk = kd::kMxOuter;         // channels of one H512
+constexpr u32 kChunks = kHidden / kChunk;    // of a token
+constexpr u32 kQuarter = kd::kHadamardSize;  // that one warp transforms
+constexpr u32 kRotations = kRouteWarps / 4;  // chunks of one block
+
+#if KILN_ID_I64
+using RouteId = long long;
+#else
+using RouteId = int;
+#endif
+
+// kExperts when the route is inactive. The test is made in the width of the
+// id, so 2^32 + e does not alias expert e.
+__device__ __forceinline__ u32 ExpertOf(RouteId id) {
+  return id >= 0 && id < static_cast<RouteId>(kExperts) ? static_cast<u32>(id)
+                                                        : kExperts;
+}
+
+__device__ __forceinline__ u32 WarpSum(u32 v) {
+  for (u32 step = 16; step != 0; step /= 2) {
+    v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
+  }
+  return v;
+}
+
+__device__ __forceinline__ void Unpack4(uint2 bits, float (&v)[4]) {
+  v[0] = kd::f16_to_f32(static_cast<u16>(bits.x));
+  v[1] = kd::f16_to_f32(static_cast<u16>(bits.x >> 16));
+  v[2] = kd::f16_to_f32(static_cast<u16>(bits.y));
+  v[3] = kd::f16_to_f32(static_cast<u16>(bits.y >> 16));
+}
+
+__device__ __forceinline__ void Load4(const u16* __restrict__ from,
+                                      float (&v)[4]) {
+  Unpack4(*reinterpret_cast<const uint2*>(from), v);
+}
+
+// v *= four neighbours of a binary16 table.
+__device__ __forceinline__ void Scale4(const u16* __restrict__ table,
+                                       float (&v)[4]) {
+  float scale[4];
+  Load4(table, scale);
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) v[i] *= scale[i];
+}
+
+__device__ __forceinline__ void Store4(u16* to, const float (&v)[4]) {
+  *reinterpret_cast<uint2*>(to) =
+      make_uint2(Pack2(v[0], v[1]), Pack2(v[2], v[3]));
+}
+
+// Rounds to an operand and stores. A warp holds 128 neighbours, lane l those
+// from 4l on; the first of lane 0 is element `first` of the operand.
+__device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 first,
+                                             u32 lane, u16* values,
+                                             float* scales) {
+  const u64 at = first + lane * 4;
+  if constexpr (!kQuantised) {
+    Store4(values + at, v);
+  } else {
+    // Eight lanes hold a block of 32. Magnitudes order as their bits; NaN is
+    // above infinity.
+    u32 largest = 0;
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      const u32 bits = kd::FloatBits(v[i]) & 0x7FFFFFFFu;
+      largest = bits > largest ? bits : largest;
+    }
+#pragma unroll
+    for (u32 mask = 1; mask < 8; mask *= 2) {
+      const u32 other = __shfl_xor_sync(0xFFFFFFFFu, largest, mask);
+      largest = other > largest ? other : largest;
+    }
+    const u8 scale = kd::Mxfp8ScaleByte(kd::BitsFloat(largest));
+    // 1 / scale, exact: scales are at most 2^120. A block with an infinity or
+    // NaN becomes all NaN.
+    const float inverse = scale == kd::kScaleNanByte
+                              ? kd::Ue8m0ToFloat(scale)
+                              : kd::BitsFloat((254u - scale) << 23);
+    float rounded[4];
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      rounded[i] = kd::E4m3ToFloat(kd::FloatToE4m3(v[i] * inverse));
+    }
+    Store4(values + at, rounded);
+    if (lane % 8 == 0) scales[at / kd::kMxBlock] = kd::Ue8m0ToFloat(scale);
+  }
+}
+
+// Four neighbours each of kCount places of a matrix product's result, rounded
+// to fp16. With one K slice the product has stored fp16; otherwise fp32 partial
+// sums, `slice` elements apart, are added here in slice order. Where `at` is
+// kAbsent nothing is read. All loads of kAhead slices are issued before the
+// first of them is needed.
+constexpr u64 kAbsent = ~u64{0};
+
+template <u32 kAhead, u32 kCount>
+__device__ __forceinline__ void LoadProducts(const void* __restrict__ product,
+                                             const u64 (&at)[kCount], u64 slice,
+                                             u32 slices,
+                                             float (&v)[kCount][4]) {
+  if (slices == 1) {
+    uint2 bits[kCount];
+#pragma unroll
+    for (u32 i = 0; i < kCount; ++i) {
+      bits[i] = make_uint2(0, 0);
+      if (at[i] != kAbsent) {
+        bits[i] = *reinterpret_cast<const uint2*>(
+            static_cast<const u16*>(product) + at[i]);
+      }
+    }
+#pragma unroll
+    for (u32 i = 0; i < kCount; ++i) Unpack4(bits[i], v[i]);
+    return;
+  }
+  const float* from = static_cast<const float*>(product);
+#pragma unroll
+  for (u32 i = 0; i < kCount; ++i) {
+    v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0.0f;
+  }
+#pragma unroll 1
+  for (u32 s = 0; s < slices; s += kAhead) {
+    float4 part[kAhead][kCount];
+#pragma unroll
+    for (u32 n = 0; n < kAhead; ++n) {
+#pragma unroll
+      for (u32 i = 0; i < kCount; ++i) {
+        part[n][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (s + n < slices && at[i] != kAbsent) {
+          part[n][i] =
+              *reinterpret_cast<const float4*>(from + at[i] + n * slice);
+        }
+      }
+    }
+#pragma unroll
+    for (u32 n = 0; n < kAhead; ++n) {
+#pragma unroll
+      for (u32 i = 0; i < kCount; ++i) {
+        v[i][0] += part[n][i].x;
+        v[i][1] += part[n][i].y;
+        v[i][2] += part[n][i].z;
+        v[i][3] += part[n][i].w;
+      }
+    }
+    from += kAhead * slice;
+  }
+#pragma unroll
+  for (u32 i = 0; i < kCount; ++i) {
+    Unpack4(make_uint2(Pack2(v[i][0], v[i][1]), Pack2(v[i][2], v[i][3])), v[i]);
+  }
+}
+
+// Sorts routes by expert, stably. Block e serves expert e: it counts all
+// experts' routes, so that it knows where its own run starts without talking
+// to another block, then writes its run in ascending route order.
+__device__ __forceinline__ void RouteBlock(const RouteId* __restrict__ ids,
+                                           Row* __restrict__ rows,
+                                           u32* __restrict__ positions,
+                                           Tile* __restrict__ tiles,
+                                           Totals* __restrict__ totals,
+                                           u32 routes, u32 tokens_tile) {
+  __shared__ u32 counts[kExperts];
+  __shared__ u32 warp_matches[kRouteWarps];
+  __shared__ u32 warp_rows[kRouteWarps];
+  __shared__ u32 warp_tiles[kRouteWarps];
+  const u32 expert = blockIdx.x;
+  const u32 lane = threadIdx.x % 32;
+  const u32 warp = threadIdx.x / 32;
+
+  for (u32 e = threadIdx.x; e < kExperts; e += kRouteThreads) counts[e] = 0;
+  __syncthreads();
+
+  // Each warp scans one contiguous range of routes.
+  const u32 range = (routes + kRouteThreads - 1) / kRouteThreads * 32;
+  const u32 begin = warp * range < routes ? warp * range : routes;
+  const u32 end = begin + range < routes ? begin + range : routes;
+  u32 matches = 0;
+#pragma unroll 4
+  for (u32 base = begin; base < end; base += 32) {
+    const u32 route = base + lane;
+    const u32 found = route < end ? ExpertOf(ids[route]) : kExperts;
+    if (found < kExperts) atomicAdd(&counts[found], 1u);
+    matches += found == expert ? 1 : 0;
+  }
+  matches = WarpSum(matches);
+  if (lane == 0) warp_matches[warp] = matches;
+  __syncthreads();
+
+  // Rows and tiles of the experts before this one.
+  u32 rows_before = 0, tiles_before = 0;
+  for (u32 e = threadIdx.x; e < expert; e += kRouteThreads) {
+    rows_before += counts[e];
+    tiles_before += (counts[e] + tokens_tile - 1) / tokens_tile;
+  }
+  rows_before = WarpSum(rows_before);
+  tiles_before = WarpSum(tiles_before);
+  if (lane == 0) {
+    warp_rows[warp] = rows_before;
+    warp_tiles[warp] = tiles_before;
+  }
+  __syncthreads();
+  const u32 first = WarpSum(warp_rows[lane]);
+  const u32 first_tile = WarpSum(warp_tiles[lane]);
+  u32 position = first + WarpSum(lane < warp ? warp_matches[lane] : 0);
+
+  const u32 count = counts[expert];
+  const u32 own_tiles = (count + tokens_tile - 1) / tokens_tile;
+  if (expert == kExperts - 1 && threadIdx.x == 0) {
+    Totals sum;
+    sum.tiles = first_tile + own_tiles;
+    sum.rows = first + count;
+    sum.unused[0] = sum.unused[1] = 0;
+    *totals = sum;
+  }
+  for (u32 i = threadIdx.x; i < own_tiles; i += kRouteThreads) {
+    const u32 left = count - i * tokens_tile;
+    Tile tile;
+    tile.expert = expert;
+    tile.first = first + i * tokens_tile;
+    tile.rows = left < tokens_tile ? left : tokens_tile;
+    tile.unused = 0;
+    tiles[first_tile + i] = tile;
+  }
+
+  // Block 0 also marks the inactive routes.
+  if (count == 0 && expert != 0) return;
+#pragma unroll 4
+  for (u32 base = begin; base < end; base += 32) {
+    const u32 route = base + lane;
+    const u32 found = route < end ? ExpertOf(ids[route]) : kExperts;
+    const u32 mask = __ballot_sync(0xFFFFFFFFu, found == expert);
+    if (found == expert) {
+      const u32 at = position + __popc(mask & ((1u << lane) - 1));
+      Row row;
+      row.route = route;
+      row.expert = expert;
+      rows[at] = row;
+      positions[route] = at;
+    } else if (expert == 0 && found == kExperts && route < end) {
+      positions[route] = kNone;
+    }
+    position += __popc(mask);
+  }
+}
+
+// The operand of fc1: H512, gate_up_suh, H128. Four warps share a chunk, one
+// quarter each.
+__device__ __forceinline__ void RotateBlock(const u16* __restrict__ x,
+                                            const u16* __restrict__ suh,
+                                            u16* __restrict__ values,
+                                            float* __restrict__ scales,
+                                            u32 tokens, u32 block) {
+  __shared__ float4 shared[kRotations][kChunk / 4];
+  const u32 lane = threadIdx.x % 32;
+  const u32 warp = threadIdx.x / 32;
+  const u32 quarter = warp % 4;
+  const u32 item = block * kRotations + warp / 4;  // chunk of x
+  const bool live = item < tokens * kChunks;
+  const u64 first = static_cast<u64>(item) * kChunk + quarter * kQuarter;
+  float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (live) {
+    const uint2 bits = *reinterpret_cast<const uint2*>(x + first + lane * 4);
+#if KILN_X_BF16
+    const u32 halves[4] = {bits.x & 0xFFFFu, bits.x >> 16, bits.y & 0xFFFFu,
+                           bits.y >> 16};
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      v[i] = kd::round_f16(kd::bf16_to_f32(static_cast<u16>(halves[i])));
+    }
+#else
+    Unpack4(bits, v);
+#endif
+  }
+  kd::WarpHadamard128(v, lane);
+  shared[warp / 4][quarter * (kQuarter / 4) + lane] =
+      make_float4(v[0], v[1], v[2], v[3]);
+  __syncthreads();
+  if (!live) return;
+  // v becomes this quarter of the butterfly over the four.
+  float four[4][4];
+#pragma unroll
+  for (u32 q = 0; q < 4; ++q) {
+    const float4 part = shared[warp / 4][q * (kQuarter / 4) + lane];
+    four[0][q] = part.x;
+    four[1][q] = part.y;
+    four[2][q] = part.z;
+    four[3][q] = part.w;
+  }
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    kd::Hadamard4(four[i]);
+    const float low = quarter % 2 == 0 ? four[i][0] : four[i][1];
+    const float high = quarter % 2 == 0 ? four[i][2] : four[i][3];
+    v[i] = (quarter < 2 ? low : high) * 0.5f;
+  }
+  Scale4(suh + item % kChunks * kChunk + quarter * kQuarter + lane * 4, v);
+  kd::WarpHadamard128(v, lane);
+  StoreOperand(v, first, lane, values, scales);
+}
+
+}  // namespace
+
+// Blocks beyond the experts rotate and round x, kRotations chunks each.
+extern "C" __global__ void __launch_bounds__(kRouteThreads)
+    kiln_mx_route(const RouteId* __restrict__ ids, Row* __restrict__ rows,
+                  u32* __restrict__ positions, Tile* __restrict__ tiles,
+                  Totals* __restrict__ totals, const u16* __restrict__ x,
+                  const u16* __restrict__ suh, u16* __restrict__ x_values,
+                  float* __restrict__ x_scales, u32 tokens, u32 tokens_tile) {
+  if (blockIdx.x < kExperts) {
+    RouteBlock(ids, rows, positions, tiles, totals, tokens * kTopK,
+               tokens_tile);
+  } else {
+    RotateBlock(x, suh, x_values, x_scales, tokens, blockIdx.x - kExperts);
+  }
+}
+
+// The boundary between the products: 128 neurons of one sorted row per warp.
+// They are two halves of 64, each 128 values: atoms of 32 of gate and up in
+// turn.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    kiln_mx_activate(const void* __restrict__ fc1,
+                     const u16* __restrict__ rotations,
+                     const Row* __restrict__ rows,
+                     const Totals* __restrict__ totals,
+                     u16* __restrict__ mid_values,
+                     float* __restrict__ mid_scales, u32 tokens, u32 slices) {
+  constexpr u32 kBlocks = kInter / kQuarter;
+  const u32 lane = threadIdx.x % 32;
+  const u32 item = blockIdx.x * kHelperWarps + threadIdx.x / 32;
+  const u32 at = item / kBlocks;
+  if (at >= totals->rows) return;
+  const u32 first = item % kBlocks * kQuarter;
+  const kd::MxTables tables =
+      kd::MxTablesOf(rotations, rows[at].expert, kInter);
+  // The lane's four values of a half, in order: up or gate, and from which
+  // channel on.
+  const bool is_up = lane / 8 % 2 != 0;
+  const u32 channel = first + lane / 16 * kd::kMxAtom + lane % 8 * 4;
+  const u64 from =
+      static_cast<u64>(at) * (2 * kInter) + (is_up ? kInter : 0) + channel;
+  const u64 places[2] = {from, from + 64};
+  const u64 slice = static_cast<u64>(tokens) * (kTopK * 2 * kInter);
+  float r[2][4];
+  LoadProducts<4>(fc1, places, slice, slices, r);
+  const u16* svh = (is_up ? tables.up_svh : tables.gate_svh) + channel;
+  const u16* signs = tables.pre_signs + 2 * first + lane * 4;
+  const float limit = kd::BitsFloat(KILN_LIMIT_BITS);
+  float neuron[2][2];
+#pragma unroll
+  for (u32 half = 0; half < 2; ++half) {
+    kd::WarpHadamard128(r[half], lane);
+    Scale4(svh + 64 * half, r[half]);
+    kd::WarpHadamard128(r[half], lane);
+    Scale4(signs + 128 * half, r[half]);
+    neuron[half][0] = kd::MxActivate(r[half][0], r[half][1], limit);
+    neuron[half][1] = kd::MxActivate(r[half][2], r[half][3], limit);
+  }
+  // Lane l has neurons 2l, 2l + 1 of both halves and needs 4l .. 4l + 3 of all.
+  float v[4];
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 source = lane % 16 * 2 + i / 2;
+    const float low = __shfl_sync(0xFFFFFFFFu, neuron[0][i % 2], source);
+    const float high = __shfl_sync(0xFFFFFFFFu, neuron[1][i % 2], source);
+    v[i] = lane < 16 ? low : high;
+  }
+  Scale4(tables.post_signs + first + lane * 4, v);
+  kd::WarpHadamard128(v, lane);
+  Scale4(tables.down_suh + first + lane * 4, v);
+  kd::WarpHadamard128(v, lane);
+  StoreOperand(v, static_cast<u64>(at) * kInter + first, lane, mid_values,
+               mid_scales);
+}
+
+namespace {
+
+// Routes of one token whose rows are loaded together.
+constexpr u32 kCombined = kTopK < 8 ? kTopK : 8;
+
+}  // namespace
+
+// H128 and down_svh of each route, their sum in router order with explicit fma,
+// then H512: one chunk of one token per block, a quarter per warp. Inactive
+// routes add nothing.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    kiln_mx_combine(const void* __restrict__ fc2,
+                    const u16* __restrict__ down_svh,
+                    const float* __restrict__ weights,
+                    const u32* __restrict__ positions, float* __restrict__ out,
+                    u32 tokens, u32 slices) {
+  __shared__ float4 shared[kChunk / 4];
+  const u32 lane = threadIdx.x % 32;
+  const u32 warp = threadIdx.x / 32;
+  const u32 token = blockIdx.x / kChunks;
+  if (token >= tokens) return;
+  const u32 chunk = blockIdx.x % kChunks * kChunk;
+  const u32 column = chunk + warp * kQuarter + lane * 4;
+  const u64 slice = static_cast<u64>(tokens) * (kTopK * kHidden);
+  // Lane j holds what belongs to route j.
+  u32 own_row = kNone;
+  float own_weight = 0.0f;
+  if (lane < kTopK) {
+    const u64 route = static_cast<u64>(token) * kTopK + lane;
+    own_row = positions[route];
+    own_weight = weights[route];
+  }
+  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+  for (u32 base = 0; base < kTopK; base += kCombined) {
+    u64 places[kCombined];
+    float value[kCombined][4];
+#pragma unroll
+    for (u32 j = 0; j < kCombined; ++j) {
+      const u32 row = __shfl_sync(0xFFFFFFFFu, own_row, (base + j) % 32);
+      places[j] = base + j < kTopK && row != kNone
+                      ? static_cast<u64>(row) * kHidden + column
+                      : kAbsent;
+    }
+    LoadProducts<1>(fc2, places, slice, slices, value);
+#pragma unroll
+    for (u32 j = 0; j < kCombined; ++j) {
+      const float weight =
+          __shfl_sync(0xFFFFFFFFu, own_weight, (base + j) % 32);
+      if (places[j] == kAbsent) continue;
+      kd::WarpHadamard128(value[j], lane);
+      Scale4(down_svh + column, value[j]);
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) {
+        sum[i] = kd::Fma(weight, value[j][i], sum[i]);
+      }
+    }
+  }
+  kd::WarpHadamard128(sum, lane);
+  shared[warp * (kQuarter / 4) + lane] =
+      make_float4(sum[0], sum[1], sum[2], sum[3]);
+  __syncthreads();
+  const float* at = reinterpret_cast<const float*>(shared) + threadIdx.x;
+  float four[4] = {at[0], at[kQuarter], at[2 * kQuarter], at[3 * kQuarter]};
+  kd::Hadamard4(four);
+  float* to = out + static_cast<u64>(token) * kHidden + chunk + threadIdx.x;
+#pragma unroll
+  for (u32 q = 0; q < 4; ++q) to[q * kQuarter] = four[q] * 0.5f;
+}
+
+#endif  // KILN_PART == 0
+
+// ---------------------------------------------------------------------------
+// Part 1: the matrix products.
+#if KILN_PART == 1
+
+namespace {
+
+constexpr int kBits = KILN_BITS;
+constexpr u32 kTokens = KILN_TOKENS_TILE;
+constexpr u32 kChannels = KILN_CHANNELS_TILE;
+constexpr u32 kDepthTile = KILN_K_TILE;
+constexpr u32 kWarps = KILN_WARPS;
+constexpr u32 kStages = KILN_STAGES;
+constexpr u32 kThreads = kWarps * 32;
+
+constexpr u32 kStrips = kChannels / 16;        // 16-channel strips per block
+constexpr u32 kWarpStrips = kStrips / kWarps;  // and per warp
+constexpr u32 kTokenGroups = kTokens / 8;      // mma columns
+constexpr u32 kFolds = kDepthTile / kd::kMxBlock;  // blocks of 32 per stage
+constexpr u32 kStagesPerBlock = 128 / kDepthTile;  // of 128 input channels
+// Operand rows are padded by 16 bytes: the 8 rows of an ldmatrix then lie in
+// 8 different 16-byte bank groups.
+constexpr u32 kRowHalves = kDepthTile + 8;
+// 16-byte pieces of an operand row; a thread always copies the same piece.
+constexpr u32 kRowPieces = kDepthTile / 8;
+constexpr u32 kRowsAtOnce = kThreads / kRowPieces;
+constexpr u32 kRowCopies = (kTokens + kRowsAtOnce - 1) / kRowsAtOnce;
+
+// A stage of the ring: packed weights, a word of scales per output channel,
+// operand rows, and in the grouped arm the scales of each row.
+constexpr u32 kWeightBytes = kDepthTile * kChannels * kBits / 8;
+constexpr u32 kScaleBytes = kChannels * 4;
+constexpr u32 kOperandBytes = kTokens * kRowHalves * 2;
+constexpr u32 kRowScaleBytes = kQuantised ? kFolds * 4 : 0;
+constexpr u32 kScalesAt = kWeightBytes;
+constexpr u32 kOperandAt = kScalesAt + kScaleBytes;
+constexpr u32 kRowScalesAt = kOperandAt + kOperandBytes;
+constexpr u32 kStageBytes = kRowScalesAt + kTokens * kRowScaleBytes;
+
+static_assert(kTokens == 8 || kTokens % 16 == 0, "T: 8 or a multiple of 16");
+static_assert(kDepthTile == 64 || kDepthTile == 128, "K tile: 64 or 128");
+static_assert(kStrips % kWarps == 0, "C must be at least 16 * warps");
+static_assert(256 % kChannels == 0, "C divides a panel of scales");
+static_assert(kStages >= 2, "at least two stages");
+static_assert(
+    kTokens <= kThreads && kScaleBytes / 16 <= kThreads,
+    "a thread copies at most one row's scales and one piece of words");
+static_assert(kWarpStrips * kTokenGroups * 4 <= 128, "too many sums per lane");
+
+using Sums = float[kWarpStrips][kTokenGroups][4];
+
+// What a block multiplies.
+struct Factors {
+  const unsigned char* weights;  // the block's first tile in K16 row 0
+  const u32* scales;        // the block's words of the first 128 input channels
+  const u16* operand;       // [rows][K]
+  const float* row_scales;  // [rows][K / 32], grouped arm
+};
+
+// Rows that this thread copies, kNone beyond the tile.
+struct Sources {
+  u32 operand[kRowCopies];
+  u32 scales;
+};
+
+// Copies stage `stage` of weights and their scales to buffer `to`.
+template <u32 kWidth>
+__device__ __forceinline__ void CopyWeights(const Factors& factors, u32 stage,
+                                            u32 to) {
+  // A K16 row of the block's tiles is contiguous in memory.
+  constexpr u32 kPieces = kChannels * kBits / 8;
+  constexpr u64 kRowBytes = static_cast<u64>(kWidth) * 2 * kBits;
+  constexpr u32 kAll = kPieces * (kDepthTile / 16);
+  const unsigned char* from =
+      factors.weights + stage * (kRowBytes * (kDepthTile / 16));
+#pragma unroll
+  for (u32 base = 0; base < kAll; base += kThreads) {
+    const u32 piece = base + threadIdx.x;
+    if (kAll % kThreads == 0 || piece < kAll) {
+      kd::CopyAsync16(to + piece * 16, from + (piece / kPieces) * kRowBytes +
+                                           piece % kPieces * 16);
+    }
+  }
+  if (threadIdx.x < kScaleBytes / 16) {
+    kd::CopyAsync16(to + kScalesAt + threadIdx.x * 16,
+                    factors.scales +
+                        static_cast<u64>(stage / kStagesPerBlock) * 256 +
+                        threadIdx.x * 4);
+  }
+}
+
+// The same of the operand.
+template <u32 kDepth>
+__device__ __forceinline__ void CopyOperand(const Factors& factors,
+                                            const Sources& sources, u32 stage,
+                                            u32 to) {
+  const u32 column = threadIdx.x % kRowPieces * 8;
+  const u32 row = threadIdx.x / kRowPieces;
+  const u16* first = factors.operand + stage * kDepthTile + column;
+  const u32 at = to + kOperandAt + (row * kRowHalves + column) * 2;
+#pragma unroll
+  for (u32 i = 0; i < kRowCopies; ++i) {
+    if (kTokens % kRowsAtOnce == 0 || row + i * kRowsAtOnce < kTokens) {
+      const u32 source = sources.operand[i];
+      const bool copy = source != kNone;
+      kd::CopyAsyncOrZero<16>(
+          at + i * (kRowsAtOnce * kRowHalves * 2),
+          first + static_cast<u64>(copy ? source : 0) * kDepth, copy);
+    }
+  }
+  if constexpr (kQuantised) {
+    if (threadIdx.x < kTokens) {
+      const bool copy = sources.scales != kNone;
+      kd::CopyAsyncOrZero<kRowScaleBytes>(
+          to + kRowScalesAt + threadIdx.x * kRowScaleBytes,
+          factors.row_scales + stage * kFolds +
+              static_cast<u64>(copy ? sources.scales : 0) *
+                  (kDepth / kd::kMxBlock),
+          copy);
+    }
+  }
+}
+
+// 2^(byte - 127) of byte `index` of a word; no byte is 255.
+__device__ __forceinline__ float WordScale(u32 word, u32 index) {
+  const u32 field = word >> (8 * index) & 0xFFu;
+  // 2^-127, the one subnormal, is below all others.
+  const u32 bits = field << 23;
+  return kd::BitsFloat(bits > 0x00400000u ? bits : 0x00400000u);
+}
+
+// sum += one block of 32 input channels, times its scales, which are powers of
+// two.
+__device__ __forceinline__ void AddFold(const float (&fold)[4],
+                                        const float (&weight_scale)[2],
+                                        const float (&row_scale)[2],
+                                        float (&sum)[4]) {
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    if constexpr (kQuantised) {
+      sum[i] = kd::Fma(fold[i] * weight_scale[i / 2], row_scale[i % 2], sum[i]);
+    } else {
+      sum[i] = kd::Fma(fold[i], weight_scale[i / 2], sum[i]);
+    }
+  }
+}
+
+// Adds a stage to sums of half the weights.
+//   first_fold: block of 32 within its 128 input channels.
+__device__ __forceinline__ void ComputeStage(const unsigned char* stage,
+                                             const kd::LaneSpan<kBits>& span,
+                                             u32 first_fold, u32 rows,
+                                             Sums& sums) {
+  const u32 lane = threadIdx.x % 32;
+  const u32 strip = threadIdx.x / 32 * kWarpStrips;
+  const u32* tiles =
+      reinterpret_cast<const u32*>(stage) + strip * kd::kTileWords<kBits>;
+  const u32* words =
+      reinterpret_cast<const u32*>(stage + kScalesAt) + strip * 16 + lane / 4;
+  const float* row_scales =
+      reinterpret_cast<const float*>(stage + kRowScalesAt) +
+      lane % 4 * 2 * kFolds;
+  // ldmatrix: T = 8 takes 8 tokens by 32 k, otherwise 16 tokens by 16 k.
+  const u32 token = kTokens == 8 ? lane % 8 : lane % 8 + lane / 16 * 8;
+  const u32 column = (kTokens == 8 ? lane / 8 : lane / 8 % 2) * 8;
+  const u32 operand =
+      kd::SharedAddress(stage) + kOperandAt + (token * kRowHalves + column) * 2;
+#pragma unroll
+  for (u32 fold = 0; fold < kFolds; ++fold) {
+    u32 a[2][kWarpStrips][4];
+    float weight_scale[kWarpStrips][2];
+#pragma unroll
+    for (u32 i = 0; i < kWarpStrips; ++i) {
+#pragma unroll
+      for (u32 step = 0; step < 2; ++step) {
+        const u32* tile =
+            tiles + ((2 * fold + step) * kStrips + i) * kd::kTileWords<kBits>;
+        kd::DecodeHalfNpkFragment<kBits>(kd::LoadSpan(tile, span), a[step][i]);
+      }
+      weight_scale[i][0] = WordScale(words[i * 16], first_fold + fold);
+      weight_scale[i][1] = WordScale(words[i * 16 + 8], first_fold + fold);
+    }
+#pragma unroll
+    for (u32 g = 0; g < kTokenGroups; g += 2) {
+      if (g != 0 && g * 8 >= rows) continue;
+      constexpr u32 kAtOnce = kTokens == 8 ? 1 : 2;
+      // b[n][2s], b[n][2s + 1]: group g + n, input channels from 16 s on.
+      u32 b[2][4];
+      if constexpr (kTokens == 8) {
+        kd::LoadMatrices(operand + fold * 64, b[0]);
+      } else {
+        u32 loaded[2][4];
+#pragma unroll
+        for (u32 step = 0; step < 2; ++step) {
+          kd::LoadMatrices(
+              operand + fold * 64 + step * 32 + g * (8 * kRowHalves * 2),
+              loaded[step]);
+#pragma unroll
+          for (u32 n = 0; n < 2; ++n) {
+            b[n][2 * step] = loaded[step][2 * n];
+            b[n][2 * step + 1] = loaded[step][2 * n + 1];
+          }
+        }
+      }
+#pragma unroll
+      for (u32 n = 0; n < kAtOnce; ++n) {
+        float row_scale[2] = {1.0f, 1.0f};
+        if constexpr (kQuantised) {
+          row_scale[0] = row_scales[(g + n) * 8 * kFolds + fold];
+          row_scale[1] = row_scales[((g + n) * 8 + 1) * kFolds + fold];
+        }
+#pragma unroll
+        for (u32 i = 0; i < kWarpStrips; ++i) {
+          float d[4];
+          kd::MmaFromZero(d, a[0][i], b[n][0], b[n][1]);
+          kd::Mma(d, a[1][i], b[n][2], b[n][3]);
+          AddFold(d, weight_scale[i], row_scale, sums[i][g + n]);
+        }
+      }
+    }
+  }
+}
+
+// sums = half of this block's slice of operand x weights.
+template <u32 kDepth, u32 kWidth>
+__device__ __forceinline__ void Multiply(const Factors& factors,
+                                         const Sources& sources, u32 rows,
+                                         Sums& sums) {
+  static_assert(kWidth % kChannels == 0, "C must divide the width");
+  constexpr u32 kBlocks = kDepth / 128;
+  const u32 begin = kBlocks * blockIdx.y / gridDim.y * kStagesPerBlock;
+  const u32 end = kBlocks * (blockIdx.y + 1) / gridDim.y * kStagesPerBlock;
+  const kd::LaneSpan<kBits> span = kd::FindLaneSpan<kBits>(threadIdx.x % 32);
+  const unsigned char* shared = kd::DynamicShared();
+  const u32 ring = kd::SharedAddress(shared);
+
+  // Weights first: the rows to copy may not be known yet.
+#pragma unroll
+  for (u32 s = 0; s < kStages - 1; ++s) {
+    if (begin + s < end) {
+      CopyWeights<kWidth>(factors, begin + s, ring + s * kStageBytes);
+    }
+  }
+#pragma unroll
+  for (u32 s = 0; s < kStages - 1; ++s) {
+    if (begin + s < end) {
+      CopyOperand<kDepth>(factors, sources, begin + s, ring + s * kStageBytes);
+    }
+    kd::CommitCopies();
+  }
+  u32 slot = 0;
+#pragma unroll 1
+  for (u32 stage = begin; stage < end; ++stage) {
+    kd::WaitCopies<kStages - 2>();
+    // Stage `stage` has landed for every thread, and the buffer of the stage
+    // before it is free.
+    __syncthreads();
+    const u32 free_slot = slot == 0 ? kStages - 1 : slot - 1;
+    if (stage + kStages - 1 < end) {
+      const u32 to = ring + free_slot * kStageBytes;
+      CopyWeights<kWidth>(factors, stage + kStages - 1, to);
+      CopyOperand<kDepth>(factors, sources, stage + kStages - 1, to);
+    }
+    kd::CommitCopies();
+    ComputeStage(shared + slot * kStageBytes, span,
+                 stage % kStagesPerBlock * kFolds, rows, sums);
+    slot = slot == kStages - 1 ? 0 : slot + 1;
+  }
+}
+
+// Writes twice the sums to rows [first, first + rows) of the product, columns
+// from `column` on: fp16 when K is not split, else this slice's fp32 partial
+// sums.
+template <u32 kWidth>
+__device__ __forceinline__ void StoreSums(const Sums& sums,
+                                          void* __restrict__ product, u64 total,
+                                          u32 first, u32 rows, u32 column) {
+  const u32 lane = threadIdx.x % 32;
+  column += threadIdx.x / 32 * (kWarpStrips * 16);
+  if (gridDim.y == 1) {
+    u16* to = static_cast<u16*>(product) +
+              static_cast<u64>(first + lane / 4) * kWidth + column +
+              lane % 4 * 2;
+#pragma unroll
+    for (u32 g = 0; g < kTokenGroups; ++g) {
+      if (g * 8 >= rows) break;
+      const bool store = g * 8 + lane / 4 < rows;
+#pragma unroll
+      for (u32 i = 0; i < kWarpStrips; ++i) {
+        const float(&d)[4] = sums[i][g];
+        const u32 low = kd::Transpose8x8(Pack2(2 * d[0], 2 * d[1]));
+        const u32 high = kd::Transpose8x8(Pack2(2 * d[2], 2 * d[3]));
+        if (store) {
+          u16* at = to + static_cast<u64>(g * 8) * kWidth + i * 16;
+          *reinterpret_cast<u32*>(at) = low;
+          *reinterpret_cast<u32*>(at + 8) = high;
+        }
+      }
+    }
+    return;
+  }
+  float* to = static_cast<float*>(product) +
+              (total * blockIdx.y + first + lane % 4 * 2) * kWidth + column +
+              lane / 4;
+#pragma unroll
+  for (u32 g = 0; g < kTokenGroups; ++g) {
+#pragma unroll
+    for (u32 odd = 0; odd < 2; ++odd) {
+      if (g * 8 + lane % 4 * 2 + odd < rows) {
+        float* at = to + static_cast<u64>(g * 8 + odd) * kWidth;
+#pragma unroll
+        for (u32 i = 0; i < kWarpStrips; ++i) {
+          at[i * 16] = 2 * sums[i][g][odd];
+          at[i * 16 + 8] = 2 * sums[i][g][odd + 2];
+        }
+      }
+    }
+  }
+}
+
+// Byte address of tile (0, column / 16) of a matrix of the stream.
+template <u32 kWidth>
+__device__ __forceinline__ const unsigned char* MatrixTiles(
+    const u16* __restrict__ stream, u32 matrix, u32 column) {
+  constexpr u64 kMatrixBytes = static_cast<u64>(kHidden) * kInter * kBits / 8;
+  return reinterpret_cast<const unsigned char*>(stream) +
+         matrix * kMatrixBytes + column * (2 * kBits);
+}
+
+// The words of output channel `column` of an expert and its first 128 input
+// channels.
+template <u32 kDepth, u32 kWidth>
+__device__ __forceinline__ const u32* ExpertScales(
+    const u32* __restrict__ words, u32 expert, u32 column) {
+  constexpr u64 kPanel = kDepth / 128 * 256;
+  return words +
+         (static_cast<u64>(expert) * (kWidth / 256) + column / 256) * kPanel +
+         column % 256;
+}
+
+}  // namespace
+
+// Block x: tile x / (2I / C) and C of the 2I channels gate | up; block y: slice
+// of K.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    kiln_mx_fc1(const u16* __restrict__ x_values,
+                const float* __restrict__ x_scales, const u16* __restrict__ w13,
+                const u32* __restrict__ w13_scale, const Row* __restrict__ rows,
+                const Tile* __restrict__ tiles,
+                const Totals* __restrict__ totals, void* __restrict__ fc1,
+                u32 tokens) {
+  constexpr u32 kBlocks = 2 * kInter / kChannels;
+  const u32 index = blockIdx.x / kBlocks;
+  if (index >= totals->tiles) return;
+  const Tile tile = tiles[index];
+  const u32 column = blockIdx.x % kBlocks * kChannels;
+  const bool is_up = column >= kInter;
+
+  Sources sources;
+#pragma unroll
+  for (u32 i = 0; i < kRowCopies; ++i) {
+    const u32 row = threadIdx.x / kRowPieces + i * kRowsAtOnce;
+    sources.operand[i] =
+        row < tile.rows ? rows[tile.first + row].route / kTopK : kNone;
+  }
+  sources.scales = kQuantised && threadIdx.x < tile.rows
+                       ? rows[tile.first + threadIdx.x].route / kTopK
+                       : kNone;
+  Factors factors;
+  factors.weights =
+      MatrixTiles<kInter>(w13, (is_up ? kExperts : 0) + tile.expert,
+                          is_up ? column - kInter : column);
+  factors.scales =
+      ExpertScales<kHidden, 2 * kInter>(w13_scale, tile.expert, column);
+  factors.operand = x_values;
+  factors.row_scales = x_scales;
+  Sums sums = {};
+  Multiply<kHidden, kInter>(factors, sources, tile.rows, sums);
+  StoreSums<2 * kInter>(sums, fc1, static_cast<u64>(tokens) * kTopK, tile.first,
+                        tile.rows, column);
+}
+
+// Block x: tile x / (H / C) and C of the H channels; block y: slice of K.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    kiln_mx_fc2(const u16* __restrict__ mid_values,
+                const float* __restrict__ mid_scales,
+                const u16* __restrict__ w2, const u32* __restrict__ w2_scale,
+                const Tile* __restrict__ tiles,
+                const Totals* __restrict__ totals, void* __restrict__ fc2,
+                u32 tokens) {
+  constexpr u32 kBlocks = kHidden / kChannels;
+  const u32 index = blockIdx.x / kBlocks;
+  if (index >= totals->tiles) return;
+  const Tile tile = tiles[index];
+  const u32 column = blockIdx.x % kBlocks * kChannels;
+
+  Sources sources;
+#pragma unroll
+  for (u32 i = 0; i < kRowCopies; ++i) {
+    const u32 row = threadIdx.x / kRowPieces + i * kRowsAtOnce;
+    sources.operand[i] = row < tile.rows ? tile.first + row : kNone;
+  }
+  sources.scales =
+      kQuantised && threadIdx.x < tile.rows ? tile.first + threadIdx.x : kNone;
+  Factors factors;
+  factors.weights = MatrixTiles<kHidden>(w2, tile.expert, column);
+  factors.scales = ExpertScales<kInter, kHidden>(w2_scale, tile.expert, column);
+  factors.operand = mid_values;
+  factors.row_scales = mid_scales;
+  Sums sums = {};
+  Multiply<kInter, kHidden>(factors, sources, tile.rows, sums);
+  StoreSums<kHidden>(sums, fc2, static_cast<u64>(tokens) * kTopK, tile.first,
+                     tile.rows, column);
+}
+
+#endif  // KILN_PART == 1

@@ -1,0 +1,444 @@
+#include "templates/fused_moe/template_mx_cuda.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "compiler/base/status_macros.h"
+#include "templates/axes.h"
+#include "templates/fused_moe/op.h"
+#include "templates/fused_moe/op_mx.h"
+#include "templates/registry.h"
+
+namespace kiln {
+namespace {
+
+constexpr uint32_t kRouteThreads = 1024;
+constexpr uint32_t kHelperThreads = 128;
+constexpr uint32_t kHelperWarps = kHelperThreads / 32;
+constexpr uint32_t kOuterBlock = 512;  // H512; kMxOuter in mx_boundary.h
+constexpr uint32_t kScaleBlock = 32;
+// Chunks of 512 channels that a block of route rotates.
+constexpr uint32_t kRotations = 8;
+// Sums that a thread may hold without spilling.
+constexpr int64_t kSumsMax = 128;
+
+// Largest relative Frobenius error of an output row of the grouped arm against
+// ReferenceMode::kStagedW4A8. A result of fc1 next to the middle of two
+// binary16 numbers may be rounded to the other one; an operand of fc2 may then
+// move by one step of E4M3, an eighth of itself. One such step is up to 5e-3 of
+// a row (intermediate 128, one route); not to quantise at all is 5e-2.
+constexpr double kGroupedTolerance = 1e-2;
+
+// Headers of mx_cuda.cu beside those of device/.
+constexpr const char* kHeaders[] = {
+    "formats/npk_law.h", "fused_moe/mx_block.h", "fused_moe/mx_boundary.h",
+    "fused_moe/mx_fragment.h", "fused_moe/mx_warp.h"};
+
+int64_t BitsOf(MxArm arm) { return arm == MxArm::kSmallM ? 16 : 8; }
+
+// One of the two matrix products.
+struct Product {
+  int64_t inputs = 0;   // k
+  int64_t outputs = 0;  // n, gate and up together for fc1
+};
+
+Product Fc1(const RequestGeometry& geometry) {
+  return {geometry.hidden, 2 * geometry.intermediate};
+}
+
+Product Fc2(const RequestGeometry& geometry) {
+  return {geometry.intermediate, geometry.hidden};
+}
+
+// Ring of packed weights, a word of scales per channel, padded operand rows
+// and, in the grouped arm, a binary32 scale per row and 32 channels.
+int64_t SharedBytes(const RequestGeometry& geometry, const AxisPoint& point) {
+  const int64_t k_tile = point.at("k_tile");
+  const int64_t channels = point.at("channels_tile");
+  const int64_t row_scales =
+      point.at("activation_bits") == 8 ? k_tile / kScaleBlock * 4 : 0;
+  return point.at("stages") *
+         (k_tile * channels * geometry.weights.bits.gate / 8 + channels * 4 +
+          point.at("tokens_tile") * ((k_tile + 8) * 2 + row_scales));
+}
+
+class Template : public KernelTemplate {
+ public:
+  absl::string_view name() const override { return "fused_moe.mx_cuda"; }
+
+  uint32_t version() const override { return 1; }
+
+  Digest sources() const override {
+    static const Digest digest = [] {
+      std::vector<std::string> files(std::begin(kHeaders), std::end(kHeaders));
+      for (const char* file :
+           {"axes.cc", "fused_moe/mx_cuda.cu", "fused_moe/op.cc",
+            "fused_moe/op_mx.cc", "fused_moe/template_mx_cuda.cc"}) {
+        files.push_back(file);
+      }
+      return TemplateSourcesDigest(files);
+    }();
+    return digest;
+  }
+
+  Op op() const override { return Op::kFusedMoe; }
+
+  WeightFormat format() const override { return WeightFormat::kTrellisMx; }
+
+  Backend backend() const override { return Backend::kCuda; }
+
+  absl::Status Supports(const RequestGeometry& geometry,
+                        const Target& target) const override {
+    if (geometry.op != Op::kFusedMoe ||
+        geometry.weights.format != WeightFormat::kTrellisMx ||
+        target.backend != Backend::kCuda || target.level < 80) {
+      return absl::UnimplementedError(
+          absl::StrCat(name(),
+                       " serves fused_moe over weights of trellis_mx on sm_80 "
+                       "and later, not on ",
+                       target.ToString()));
+    }
+    return absl::OkStatus();
+  }
+
+  ParamSpace Enumerate(const Problem& problem,
+                       size_t points_max) const override {
+    const std::vector<Axis> axes = Axes();
+    std::map<int64_t, double> tiles;
+    for (const Axis& axis : axes) {
+      if (axis.name != "tokens_tile") continue;
+      for (const int64_t tile : axis.values) {
+        tiles[tile] =
+            FusedMoeTilesExpected(problem.geometry, static_cast<uint32_t>(tile),
+                                  problem.interval.m_max);
+      }
+    }
+    return OrderPoints(
+        axes, {"stages"},
+        [&](const AxisPoint& point) { return Constraint(problem, point); },
+        [&](const AxisPoint& point) {
+          return Cost(problem, point, tiles.at(point.at("tokens_tile")));
+        },
+        points_max);
+  }
+
+  absl::StatusOr<PlanBody> MakeBody(
+      const Problem& problem, const Assignment& assignment) const override {
+    const std::vector<Axis> axes = Axes();
+    RETURN_IF_ERROR(CheckAssignment(axes, assignment));
+    const std::string broken =
+        Constraint(problem, AxisPoint(&axes, assignment));
+    if (!broken.empty()) return absl::InvalidArgumentError(broken);
+    ASSIGN_OR_RETURN(const MxArm arm,
+                     MxArmOf(problem.geometry, problem.interval));
+    PlanBody body;
+    body.template_name = std::string(name());
+    body.template_version = version();
+    body.assignment = assignment;
+    // A sum's order depends on the number of K slices alone.
+    body.numerics_class = absl::StrCat(MxNumericsClass(arm), ".mma.fc1x",
+                                       assignment.at("split_fc1"), ".fc2x",
+                                       assignment.at("split_fc2"));
+    body.tolerance =
+        arm == MxArm::kGrouped ? kGroupedTolerance : MxTolerance(arm);
+    body.deterministic = true;
+    body.params = MxParams(problem.geometry);
+    AddSteps(problem, AxisPoint(&axes, assignment), &body);
+    return body;
+  }
+
+  std::vector<SourceUnit> MakeUnits(
+      const RequestGeometry& geometry, const Target&,
+      const Assignment& assignment) const override {
+    return {Unit(geometry, 0, AxisPrelude(assignment, {"activation_bits"}),
+                 {"kiln_mx_activate", "kiln_mx_combine", "kiln_mx_route"}),
+            Unit(geometry, 1,
+                 AxisPrelude(assignment,
+                             {"activation_bits", "tokens_tile", "channels_tile",
+                              "k_tile", "warps", "stages"}),
+                 {"kiln_mx_fc1", "kiln_mx_fc2"})};
+  }
+
+ private:
+  static std::vector<Axis> Axes() {
+    return {{"activation_bits", {16, 8}},
+            {"tokens_tile", {8, 16, 32, 48, 64, 96, 128}},
+            {"channels_tile", {64, 128, 256}},
+            {"k_tile", {64, 128}},
+            {"warps", {4, 8}},
+            {"stages", {2, 3, 4, 6}},
+            {"split_fc1", {1, 2, 4, 8}},
+            {"split_fc2", {1, 2, 4}}};
+  }
+
+  // Empty, or the rule that the point breaks.
+  static std::string Constraint(const Problem& problem,
+                                const AxisPoint& point) {
+    const RequestGeometry& geometry = problem.geometry;
+    const absl::StatusOr<MxArm> arm = MxArmOf(geometry, problem.interval);
+    if (!arm.ok()) return std::string(arm.status().message());
+    if (point.at("activation_bits") != BitsOf(*arm)) {
+      return absl::StrCat("activation_bits ", point.at("activation_bits"),
+                          ": the interval is that of the ", MxArmName(*arm),
+                          " arm, which has ", BitsOf(*arm));
+    }
+    const int64_t channels = point.at("channels_tile");
+    const int64_t warps = point.at("warps");
+    if (geometry.intermediate % channels != 0 ||
+        geometry.hidden % channels != 0) {
+      return absl::StrCat(
+          "channels_tile ", channels, " does not divide intermediate ",
+          geometry.intermediate, " and hidden ", geometry.hidden);
+    }
+    if (channels < 16 * warps) {
+      return absl::StrCat("channels_tile ", channels, " gives ", warps,
+                          " warps less than one tile of 16 channels each");
+    }
+    const int64_t sums =
+        channels / 16 / warps * point.at("tokens_tile") / 8 * 4;
+    if (sums > kSumsMax) {
+      return absl::StrCat(sums, " sums per thread, at most ", kSumsMax,
+                          " fit the registers");
+    }
+    if (point.at("split_fc1") > geometry.hidden / 128 ||
+        point.at("split_fc2") > geometry.intermediate / 128) {
+      return "more K slices than blocks of 128 input channels";
+    }
+    const int64_t shared = SharedBytes(geometry, point);
+    if (shared > problem.device.shared_bytes_max) {
+      return absl::StrCat("shared memory ", shared, " B exceeds the ",
+                          problem.device.shared_bytes_max, " B of a block on ",
+                          problem.device.target.ToString());
+    }
+    return "";
+  }
+
+  // Cycles of the two products, less what all points share; only the order
+  // matters. The model is that of fused_moe.cuda, whose kernels have the same
+  // shape, with the work of rounding a weight to E4M3 and of a block's scales
+  // added; no constant of it has been fitted to these kernels.
+  //   tiles: how many the interval's largest m is expected to have.
+  static double Cost(const Problem& problem, const AxisPoint& point,
+                     double tiles) {
+    // Reading partial sums takes the next kernel a round of loads per slice.
+    constexpr double kActivateSplitCycles = 450;
+    constexpr double kCombineSplitCycles = 1900;
+    const Product fc1 = Fc1(problem.geometry);
+    const Product fc2 = Fc2(problem.geometry);
+    const int64_t split1 = point.at("split_fc1");
+    const int64_t split2 = point.at("split_fc2");
+    return ProductCost(problem, point, tiles, fc1, split1) +
+           ProductCost(problem, point, tiles, fc2, split2) +
+           SplitCost(problem, fc1, split1, kActivateSplitCycles) +
+           SplitCost(problem, fc2, split2, kCombineSplitCycles);
+  }
+
+  // fp32 partial sums are written and read again.
+  static double SplitCost(const Problem& problem, const Product& product,
+                          int64_t split, double fixed_cycles) {
+    constexpr double kBytesPerCycle = 28;  // of one multiprocessor
+    if (split == 1) return 0;
+    const double bytes = static_cast<double>(problem.interval.m_max) *
+                         static_cast<double>(problem.geometry.top_k) *
+                         static_cast<double>(product.outputs) * 8 *
+                         static_cast<double>(split);
+    return fixed_cycles + bytes / (std::max(1, problem.device.multiprocessors) *
+                                   kBytesPerCycle);
+  }
+
+  static double ProductCost(const Problem& problem, const AxisPoint& point,
+                            double tiles, const Product& product,
+                            int64_t split) {
+    // Issue slots of a warp: decoding a 16 x 16 tile, its share of one MMA of 8
+    // tokens and of the block's scales, the barrier of a stage, and one 16-byte
+    // copy (twice: in the loop, and before it, where nothing overlaps).
+    constexpr double kDecodeCycles = 58;
+    constexpr double kUnalignedDecodeCycles = 69;  // bits not a multiple of 4
+    constexpr double kMmaCycles = 8;
+    constexpr double kFoldCycles = 2;
+    constexpr double kQuantisedFoldCycles = 5;
+    constexpr double kStageCycles = 15.5;
+    constexpr double kCopyCycles = 31;
+    constexpr double kFillCopyCycles = 14;
+    constexpr double kWaveCycles = 280;
+    // How much a lone block loses at its barriers, and what part of the last,
+    // partly filled wave is lost.
+    constexpr double kBarrierLoss = 0.15;
+    constexpr double kTailLoss = 0.1;
+    const RequestGeometry& geometry = problem.geometry;
+    const DeviceProfile& device = problem.device;
+    const int bits = geometry.weights.bits.gate;
+    const auto tile = static_cast<double>(point.at("tokens_tile"));
+    const auto warps = static_cast<double>(point.at("warps"));
+    const auto channels = static_cast<double>(point.at("channels_tile"));
+    const auto k_tile = static_cast<double>(point.at("k_tile"));
+    const auto stages = static_cast<double>(point.at("stages"));
+    const double rows = static_cast<double>(problem.interval.m_max) *
+                        static_cast<double>(geometry.top_k);
+    // Groups of 16 tokens without rows are skipped.
+    const double live = std::min(tile, std::ceil(rows / tiles / 16) * 16);
+    const double strips = channels / 16 / warps;
+    const double slice = std::ceil(static_cast<double>(product.inputs) / 128 /
+                                   static_cast<double>(split)) *
+                         128;
+    const double copies =
+        (k_tile * channels * bits / 128 + channels / 4 + k_tile * tile / 8) /
+        (warps * 32);
+    const double group =
+        kMmaCycles +
+        (point.at("activation_bits") == 8 ? kQuantisedFoldCycles : kFoldCycles);
+    const double per_warp =
+        slice / 16 * strips *
+            ((bits % 4 == 0 ? kDecodeCycles : kUnalignedDecodeCycles) +
+             group * live / 8) +
+        slice / k_tile * (kStageCycles + kCopyCycles * copies) +
+        kFillCopyCycles * (stages - 1) * copies;
+    const double blocks = tiles * static_cast<double>(product.outputs) /
+                          channels * static_cast<double>(split);
+
+    // Resident blocks. Registers as the compiler used them: about 44, the
+    // sums, and the fragments of a step.
+    const double registers =
+        std::ceil((44 + 8 * strips + 1.2 * strips * tile / 8 * 4) / 8) * 8;
+    const auto shared = static_cast<double>(SharedBytes(geometry, point));
+    const double resident = std::clamp(
+        std::floor(std::min(
+            {static_cast<double>(device.shared_bytes_per_sm) / (shared + 1024),
+             static_cast<double>(device.registers_per_sm) /
+                 (warps * 32 * registers),
+             2048 / (warps * 32)})),
+        1.0, 32.0);
+    const double processors = std::max(1, device.multiprocessors);
+    const double in_flight = std::min(resident, std::ceil(blocks / processors));
+    // Warps of one of the four sub-cores share its issue slots.
+    const double per_core = std::max(1.0, in_flight * warps / 4);
+    const double wave =
+        per_warp * per_core * (in_flight + kBarrierLoss) / in_flight +
+        kWaveCycles;
+    const double waves = blocks / (processors * in_flight);
+    return wave * std::max(1.0, waves + kTailLoss * (std::ceil(waves) - waves));
+  }
+
+  SourceUnit Unit(const RequestGeometry& geometry, int part,
+                  const std::string& axes,
+                  std::vector<std::string> entries) const {
+    SourceUnit unit;
+    unit.name = "fused_moe/mx_cuda.cu";
+    unit.template_version = version();
+    unit.compute_dtype = "f16";
+    unit.text = absl::StrCat(MxPrelude(geometry), "#define KILN_PART ", part,
+                             "\n", axes, TemplateText("fused_moe/mx_cuda.cu"));
+    for (const auto& header : DeviceHeaders()) {
+      if (header.first.rfind("device/cpu_", 0) != 0) {
+        unit.headers.push_back(header);
+      }
+    }
+    for (const char* header : kHeaders) {
+      unit.headers.emplace_back(header, TemplateText(header));
+    }
+    unit.entries = std::move(entries);
+    return unit;
+  }
+
+  // Steps, arguments and slices as README.md, "TrellisMX weights on CUDA",
+  // lists them.
+  static void AddSteps(const Problem& problem, const AxisPoint& assignment,
+                       PlanBody* body) {
+    const RequestGeometry& geometry = problem.geometry;
+    const auto tile = static_cast<uint32_t>(assignment.at("tokens_tile"));
+    const auto channels = static_cast<uint32_t>(assignment.at("channels_tile"));
+    const auto threads = static_cast<uint32_t>(assignment.at("warps") * 32);
+    const auto split1 = static_cast<uint32_t>(assignment.at("split_fc1"));
+    const auto split2 = static_cast<uint32_t>(assignment.at("split_fc2"));
+    const bool quantised = assignment.at("activation_bits") == 8;
+    const auto hidden = static_cast<uint32_t>(geometry.hidden);
+    const auto inter = static_cast<uint32_t>(geometry.intermediate);
+    const auto experts = static_cast<uint32_t>(geometry.experts);
+    const auto top_k = static_cast<uint32_t>(geometry.top_k);
+    const uint32_t capacity = problem.interval.m_max;
+    const uint64_t routes = uint64_t{capacity} * top_k;
+
+    ArenaLayout& arena = body->arena;
+    const auto slice = [&arena](absl::string_view name, uint64_t bytes) {
+      return Arg::Arena(arena.Add(name, bytes));
+    };
+    const auto scales = [&](uint64_t values) {
+      return quantised ? values / kScaleBlock * 4 : 0;
+    };
+    const Arg tiles =
+        slice("tiles", 16 * FusedMoeTilesMax(geometry, tile, capacity));
+    const Arg totals = slice("totals", 16);
+    const Arg rows = slice("rows", 8 * routes);
+    const Arg positions = slice("positions", 4 * routes);
+    const Arg x_values = slice("x_values", uint64_t{2} * hidden * capacity);
+    const Arg x_scales = slice("x_scales", scales(uint64_t{hidden} * capacity));
+    const Arg fc1 =
+        slice("fc1", split1 == 1 ? uint64_t{4} * inter * routes
+                                 : uint64_t{8} * inter * split1 * routes);
+    const Arg mid_values = slice("mid_values", uint64_t{2} * inter * routes);
+    const Arg mid_scales = slice("mid_scales", scales(inter * routes));
+    const Arg fc2 =
+        slice("fc2", split2 == 1 ? uint64_t{2} * hidden * routes
+                                 : uint64_t{4} * hidden * split2 * routes);
+
+    const auto p = MxArg;
+    using P = MxParam;
+    const LaunchDim one = LaunchDim::Constant(1);
+    const uint32_t chunks = hidden / kOuterBlock;
+    const auto add = [body](absl::string_view label, uint32_t program,
+                            LaunchDim x, LaunchDim y, uint32_t block,
+                            uint32_t shared_bytes, std::vector<Arg> args) {
+      Step step;
+      step.label = std::string(label);
+      step.program = program;
+      step.entry = absl::StrCat("kiln_mx_", label);
+      step.grid = {x, y, LaunchDim::Constant(1)};
+      step.block = {block, 1, 1};
+      step.dynamic_shared_bytes = shared_bytes;
+      step.args = std::move(args);
+      body->steps.push_back(std::move(step));
+    };
+    const auto shared =
+        static_cast<uint32_t>(SharedBytes(geometry, assignment));
+    // Blocks beyond the experts rotate the tokens.
+    add("route", 0,
+        LaunchDim::Of(
+            {.mul = chunks, .add = kRotations * experts, .div = kRotations}),
+        one, kRouteThreads, 0,
+        {p(P::kTopkIds), rows, positions, tiles, totals, p(P::kX),
+         p(P::kGateUpSuh), x_values, x_scales, Arg::Tokens(), Arg::U32(tile)});
+    add("fc1", 1, FusedMoeTiles(geometry, tile, 2 * inter / channels),
+        LaunchDim::Constant(split1), threads, shared,
+        {x_values, x_scales, p(P::kW13), p(P::kW13Scale), rows, tiles, totals,
+         fc1, Arg::Tokens()});
+    add("activate", 0,
+        LaunchDim::Of(
+            {.mul = top_k * (inter / 128), .add = 0, .div = kHelperWarps}),
+        one, kHelperThreads, 0,
+        {fc1, p(P::kRotations), rows, totals, mid_values, mid_scales,
+         Arg::Tokens(), Arg::U32(split1)});
+    add("fc2", 1, FusedMoeTiles(geometry, tile, hidden / channels),
+        LaunchDim::Constant(split2), threads, shared,
+        {mid_values, mid_scales, p(P::kW2), p(P::kW2Scale), tiles, totals, fc2,
+         Arg::Tokens()});
+    add("combine", 0, LaunchDim::Of({.mul = chunks, .add = 0, .div = 1}), one,
+        kHelperThreads, 0,
+        {fc2, p(P::kDownSvh), p(P::kTopkWeights), positions, p(P::kOut),
+         Arg::Tokens(), Arg::U32(split2)});
+  }
+};
+
+}  // namespace
+
+const KernelTemplate* FusedMoeMxCudaTemplate() {
+  static const auto* const instance = new Template;
+  return instance;
+}
+
+}  // namespace kiln

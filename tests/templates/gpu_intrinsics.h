@@ -1,0 +1,124 @@
+// What a CUDA kernel's file is compiled with to run under gpu_emulator.h: the
+// words of the language, and in place of fused_moe/mx_warp.h functions of the
+// same names. What an instruction does to the registers of a warp is written
+// from the PTX manual, not from the kernels.
+
+#ifndef KILN_TESTS_TEMPLATES_GPU_INTRINSICS_H_
+#define KILN_TESTS_TEMPLATES_GPU_INTRINSICS_H_
+
+#include <array>
+#include <cstring>
+
+#include "device/hadamard.h"
+#include "device/platform.h"
+#include "tests/templates/gpu_emulator.h"
+
+#define KILN_TEMPLATES_FUSED_MOE_MX_WARP_H_
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+
+struct uint2 {
+  unsigned int x, y;
+};
+
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
+inline uint2 make_uint2(unsigned int x, unsigned int y) { return {x, y}; }
+
+inline float4 make_float4(float x, float y, float z, float w) {
+  return {x, y, z, w};
+}
+
+#define threadIdx ::kiln::testing::gpu::thread_index
+#define blockIdx ::kiln::testing::gpu::block_index
+#define gridDim ::kiln::testing::gpu::grid_size
+
+inline void __syncthreads() { kiln::testing::gpu::Barrier(); }
+
+template <typename T>
+T __shfl_sync(unsigned int, T v, unsigned int source) {
+  return kiln::testing::gpu::Gather(v)[source % 32];
+}
+
+template <typename T>
+T __shfl_xor_sync(unsigned int, T v, unsigned int mask) {
+  return kiln::testing::gpu::Gather(v)[threadIdx.x % 32 ^ mask];
+}
+
+inline unsigned int __ballot_sync(unsigned int, bool predicate) {
+  unsigned int mask = 0;
+  const auto all = kiln::testing::gpu::Gather(predicate);
+  for (unsigned int lane = 0; lane < 32; ++lane) {
+    mask |= all[lane] ? 1u << lane : 0u;
+  }
+  return mask;
+}
+
+inline unsigned int __popc(unsigned int v) {
+  return static_cast<unsigned int>(__builtin_popcount(v));
+}
+
+inline void atomicAdd(unsigned int* to, unsigned int v) { *to += v; }
+
+namespace kd {
+
+// Through the form for one thread, which has the same bits.
+inline void WarpHadamard128(float v[4], u32 lane) {
+  const auto all =
+      kiln::testing::gpu::Gather(std::array<float, 4>{v[0], v[1], v[2], v[3]});
+  float values[kHadamardSize];
+  std::memcpy(values, all.data(), sizeof values);
+  Hadamard128(values);
+  std::memcpy(v, values + 4 * lane, 4 * sizeof(float));
+}
+
+// ---- fused_moe/mx_warp.h ---------------------------------------------------
+
+inline unsigned char* DynamicShared() {
+  return kiln::testing::gpu::Shared(0, 0);
+}
+
+inline u32 SharedAddress(const void* p) {
+  return static_cast<u32>(static_cast<const unsigned char*>(p) -
+                          DynamicShared());
+}
+
+inline void CopyAsync16(u32 to, const void* from) {
+  kiln::testing::gpu::CopyLater(to, from, 16);
+}
+
+template <u32 kBytes>
+void CopyAsyncOrZero(u32 to, const void* from, bool copy) {
+  kiln::testing::gpu::CopyLater(to, copy ? from : nullptr, kBytes);
+}
+
+inline void CommitCopies() { kiln::testing::gpu::Commit(); }
+
+template <u32 kPending>
+void WaitCopies() {
+  kiln::testing::gpu::WaitForAllBut(kPending);
+}
+
+// ldmatrix.sync.aligned.m8n8.x4.shared.b16.
+void LoadMatrices(u32 from, u32 (&b)[4]);
+
+// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32. The sum of 16 products and
+// what it is added to is rounded toward zero once.
+void Mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);
+
+inline void MmaFromZero(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  d[0] = d[1] = d[2] = d[3] = 0.0f;
+  Mma(d, a, b0, b1);
+}
+
+// movmatrix.sync.aligned.m8n8.trans.b16.
+u32 Transpose8x8(u32 v);
+
+}  // namespace kd
+
+#endif  // KILN_TESTS_TEMPLATES_GPU_INTRINSICS_H_

@@ -1,0 +1,300 @@
+// The CUDA template over TrellisMX weights: its plans, run on the host with
+// specialisations of its source, against the references of both arms.
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "compiler/spec/kernel_template.h"
+#include "device/fragment.h"
+#include "fused_moe/mx_fragment.h"
+#include "gtest/gtest.h"
+#include "templates/formats/mxfp8.h"
+#include "templates/fused_moe/mx_reference.h"
+#include "templates/fused_moe/op_mx.h"
+#include "templates/fused_moe/template_mx_cuda.h"
+#include "tests/support/status_matchers.h"
+#include "tests/templates/gpu_emulator.h"
+#include "tests/templates/mx_call.h"
+#include "tests/templates/mx_cuda_variant.h"
+#include "tests/templates/test_data.h"
+
+namespace kiln {
+namespace {
+
+using testing::MxCall;
+using testing::MxCudaVariant;
+using testing::MxCudaVariants;
+using testing::RowError;
+using testing::SplitMix64;
+using testing::WorstRow;
+using testing::gpu::Order;
+
+// ---- weights ---------------------------------------------------------------
+
+double HalfValue(uint32_t word, uint32_t index) {
+  return kd::f16_to_f32(static_cast<uint16_t>(word >> (16 * index)));
+}
+
+TEST(MxFragmentTest, EveryStateIsHalfOfTheLawsNumber) {
+  for (uint32_t state = 0; state < 65536; state += 2) {
+    uint32_t pair = 0;
+    for (uint32_t i = 0; i < 2; ++i) {
+      const uint16_t mcg = kd::DecodeState<kd::kCodebookMcg>(state + i);
+      pair |= uint32_t{mcg} << (16 * i);
+    }
+    const uint32_t rounded = kd::RoundPairToHalfE4m3(pair);
+    for (uint32_t i = 0; i < 2; ++i) {
+      ASSERT_EQ(2 * HalfValue(rounded, i), E4m3Value(kd::NpkByte(state + i)))
+          << state + i;
+    }
+  }
+}
+
+template <int K>
+void ExpectFragmentsOfRandomTiles() {
+  SplitMix64 random(K);
+  constexpr uint32_t kSide = 16;
+  for (int t = 0; t < 20; ++t) {
+    const std::vector<uint16_t> halves = random.Words(16 * K);
+    uint32_t words[8 * K];
+    std::memcpy(words, halves.data(), sizeof words);
+    // [out][in] by the law alone.
+    const std::vector<double> weights = DecodeNpkStream(
+        reinterpret_cast<const uint8_t*>(words), K, kSide, kSide);
+    for (uint32_t lane = 0; lane < 32; ++lane) {
+      uint32_t a[4];
+      kd::DecodeHalfNpkFragment<K>(
+          kd::LoadSpan(words, kd::FindLaneSpan<K>(lane)), a);
+      for (uint32_t i = 0; i < 8; ++i) {
+        // PTX: registers 1 and 3 are row + 8, 2 and 3 are k + 8.
+        const uint32_t row = lane / 4 + i / 2 % 2 * 8;
+        const uint32_t k = lane % 4 * 2 + i % 2 + i / 4 * 8;
+        ASSERT_EQ(2 * HalfValue(a[i / 2], i % 2), weights[row * kSide + k])
+            << "K " << K << " lane " << lane << " element " << i;
+      }
+    }
+  }
+}
+
+TEST(MxFragmentTest, ALaneHoldsTheWeightsOfItsFragment) {
+  ExpectFragmentsOfRandomTiles<2>();
+  ExpectFragmentsOfRandomTiles<3>();
+  ExpectFragmentsOfRandomTiles<4>();
+  ExpectFragmentsOfRandomTiles<5>();
+}
+
+// ---- running a plan --------------------------------------------------------
+
+RequestGeometry GeometryOf(const MxCudaVariant& v) {
+  RequestGeometry g;
+  g.hidden = v.hidden;
+  g.intermediate = v.inter;
+  g.experts = v.experts;
+  g.top_k = v.top_k;
+  g.io_dtype = v.x_bf16 ? DType::kBf16 : DType::kF16;
+  g.id_dtype = v.id_i64 ? DType::kI64 : DType::kI32;
+  g.weights.format = WeightFormat::kTrellisMx;
+  g.weights.bits = {.gate = v.bits, .up = v.bits, .down = v.bits};
+  g.recipe = Recipe::kW4A8;
+  const auto limit = std::bit_cast<float>(v.limit_bits);
+  g.mx.limit =
+      std::isinf(limit) ? "inf" : std::to_string(static_cast<int>(limit));
+  g.mx.smallm_max_tokens = v.activation_bits == 16 ? 64 : 0;
+  return g;
+}
+
+struct Slices {
+  int64_t fc1 = 1;
+  int64_t fc2 = 1;
+};
+
+// Launches the template's plan for `capacity` tokens on the variant, with an
+// arena of `poison`. Returns [m][H].
+std::vector<float> RunPlan(const MxCudaVariant& v, const MxCall& call,
+                           uint32_t capacity, uint8_t poison,
+                           Slices slices = {}, Order order = Order::kForward) {
+  Problem problem;
+  problem.geometry = call.problem.geometry;
+  problem.interval = {1, capacity};
+  problem.device = AssumedProfile(
+      {.backend = Backend::kCuda, .level = 90, .arch_specific = true});
+  const Assignment assignment = {{"activation_bits", v.activation_bits},
+                                 {"tokens_tile", v.tokens_tile},
+                                 {"channels_tile", v.channels_tile},
+                                 {"k_tile", v.k_tile},
+                                 {"warps", v.warps},
+                                 {"stages", v.stages},
+                                 {"split_fc1", slices.fc1},
+                                 {"split_fc2", slices.fc2}};
+  const absl::StatusOr<PlanBody> body =
+      FusedMoeMxCudaTemplate()->MakeBody(problem, assignment);
+  if (!body.ok()) {
+    ADD_FAILURE() << body.status();
+    return {};
+  }
+  const auto h = static_cast<size_t>(problem.geometry.hidden);
+  const auto m = static_cast<uint32_t>(call.problem.tokens);
+  std::vector<uint8_t> arena(body->arena.bytes + 256, poison);
+  uint8_t* base = arena.data();
+  base += 256 - reinterpret_cast<uintptr_t>(base) % 256;
+  // The output with a guard row on both sides.
+  std::vector<float> out((m + 2) * h, NAN);
+  for (const Step& step : body->steps) {
+    const testing::gpu::Entry& entry = v.entries.at(step.entry);
+    EXPECT_EQ(step.args.size(), entry.args) << step.entry;
+    std::vector<uint64_t> args;
+    for (const Arg& arg : step.args) {
+      switch (arg.kind) {
+        case ArgKind::kTokens:
+          args.push_back(m);
+          break;
+        case ArgKind::kArena:
+          args.push_back(reinterpret_cast<uintptr_t>(base) +
+                         body->arena.slices[arg.value].offset);
+          break;
+        case ArgKind::kParam:
+          args.push_back(
+              arg.value == static_cast<uint64_t>(MxParam::kOut)
+                  ? reinterpret_cast<uintptr_t>(out.data() + h)
+                  : reinterpret_cast<uintptr_t>(call.problem.slots[arg.value]));
+          break;
+        default:
+          args.push_back(arg.value);
+      }
+    }
+    testing::gpu::Launch launch;
+    launch.grid = {static_cast<uint32_t>(step.grid[0].Evaluate(m)),
+                   static_cast<uint32_t>(step.grid[1].Evaluate(m)), 1};
+    launch.threads = step.block[0];
+    launch.shared_bytes = step.dynamic_shared_bytes;
+    launch.order = order;
+    testing::gpu::Run(launch, [&] { entry.call(args); });
+  }
+  for (size_t i = 0; i < h; ++i) {
+    EXPECT_TRUE(std::isnan(out[i]));
+    EXPECT_TRUE(std::isnan(out[out.size() - 1 - i]));
+  }
+  return std::vector<float>(out.begin() + static_cast<ptrdiff_t>(h),
+                            out.end() - static_cast<ptrdiff_t>(h));
+}
+
+class MxCudaKernelTest : public ::testing::TestWithParam<MxCudaVariant> {
+ protected:
+  bool quantised() const { return GetParam().activation_bits == 8; }
+
+  ReferenceMode staged() const {
+    return quantised() ? ReferenceMode::kStagedW4A8 : ReferenceMode::kStaged;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Variants, MxCudaKernelTest,
+                         ::testing::ValuesIn(MxCudaVariants()),
+                         [](const auto& v) { return v.param.name; });
+
+TEST_P(MxCudaKernelTest, KeepsTheRoundingBoundariesOfItsArm) {
+  const MxCudaVariant& v = GetParam();
+  for (const uint32_t tokens : {1u, 19u}) {
+    SCOPED_TRACE("m=" + std::to_string(tokens));
+    const MxCall call(GeometryOf(v), tokens, 77 + tokens);
+    const std::vector<float> out = RunPlan(v, call, 24, 0xFF);
+    const RowError error = WorstRow(out, call.Expected(staged()), v.hidden);
+    EXPECT_LE(error.relative, 1e-3);
+    EXPECT_GE(error.cosine, 0.99995);
+    EXPECT_TRUE(std::any_of(out.begin(), out.end(), [](float value) {
+      return std::fabs(value) > 0.1f;
+    }));
+  }
+}
+
+TEST_P(MxCudaKernelTest, SlicesOfTheProductsAreAdded) {
+  const MxCudaVariant& v = GetParam();
+  const MxCall call(GeometryOf(v), 5, 11);
+  const Slices slices = {.fc1 = 4, .fc2 = v.inter >= 256 ? 2 : 1};
+  const std::vector<float> out = RunPlan(v, call, 5, 0x7B, slices);
+  const RowError error = WorstRow(out, call.Expected(staged()), v.hidden);
+  EXPECT_LE(error.relative, 1e-3);
+}
+
+TEST_P(MxCudaKernelTest, ReadsNothingThatTheLaunchDidNotWrite) {
+  const MxCudaVariant& v = GetParam();
+  const MxCall call(GeometryOf(v), 5, 6);
+  const std::vector<float> first = RunPlan(v, call, 12, 0xFF);
+  for (const uint8_t poison : {uint8_t{0x00}, uint8_t{0x7B}}) {
+    const std::vector<float> again = RunPlan(v, call, 12, poison);
+    EXPECT_EQ(
+        std::memcmp(first.data(), again.data(), first.size() * sizeof(float)),
+        0);
+  }
+}
+
+TEST_P(MxCudaKernelTest, TheOrderOfThreadsDoesNotShow) {
+  const MxCudaVariant& v = GetParam();
+  const MxCall call(GeometryOf(v), 7, 12);
+  const std::vector<float> forward = RunPlan(v, call, 7, 0xFF);
+  const std::vector<float> backward =
+      RunPlan(v, call, 7, 0xFF, {}, Order::kBackward);
+  EXPECT_EQ(std::memcmp(forward.data(), backward.data(),
+                        forward.size() * sizeof(float)),
+            0);
+}
+
+// A NaN in x or in a router weight shows in the rows that use it, and in no
+// other: tokens 2 and 4 have routes, token 3 has none.
+TEST_P(MxCudaKernelTest, NanStaysInTheRowsThatUseIt) {
+  const MxCudaVariant& v = GetParam();
+  MxCall call(GeometryOf(v), 6, 7);
+  const uint32_t k = v.top_k;
+  for (uint32_t j = 0; j < k; ++j) {
+    call.SetId(call.problem.geometry, 2 * k + j, j % v.experts);
+    call.SetId(call.problem.geometry, 3 * k + j, -1);
+    call.SetId(call.problem.geometry, 4 * k + j, j == 0 ? 1 : -1);
+  }
+  const std::vector<float> before = RunPlan(v, call, 6, 0xFF);
+  const uint16_t nan = v.x_bf16 ? 0x7FC0 : 0x7E00;
+  const float weight = NAN;
+  std::string& x = call.at(MxParam::kX);
+  std::string& weights = call.at(MxParam::kTopkWeights);
+  std::memcpy(x.data() + 2 * (2 * v.hidden + 100), &nan, 2);
+  std::memcpy(x.data() + 2 * (3 * v.hidden + 1), &nan, 2);
+  // Of routes that are not active.
+  std::memcpy(weights.data() + 4 * (3 * k), &weight, 4);
+  std::memcpy(weights.data() + 4 * (4 * k + 1), &weight, 4);
+  const std::vector<float> after = RunPlan(v, call, 6, 0xFF);
+  for (size_t i = 0; i < after.size(); ++i) {
+    if (i / v.hidden == 2) {
+      ASSERT_TRUE(std::isnan(after[i])) << i;
+    } else {
+      ASSERT_EQ(kd::FloatBits(after[i]), kd::FloatBits(before[i])) << i;
+    }
+  }
+}
+
+// Variants that differ in axes alone are candidates of one request.
+TEST(MxCudaKernelTest, AllCandidatesWithTheSameSlicesGiveEqualBits) {
+  std::map<std::tuple<uint32_t, int, int64_t>, std::vector<float>> first;
+  size_t compared = 0;
+  for (const MxCudaVariant& v : MxCudaVariants()) {
+    const MxCall call(GeometryOf(v), 9, 8);
+    const std::vector<float> out = RunPlan(v, call, 9, 0xFF);
+    const auto [it, inserted] =
+        first.try_emplace({v.hidden, v.bits, v.activation_bits}, out);
+    if (inserted) continue;
+    ++compared;
+    EXPECT_EQ(
+        std::memcmp(it->second.data(), out.data(), out.size() * sizeof(float)),
+        0)
+        << v.name;
+  }
+  EXPECT_GE(compared, 4u);
+}
+
+}  // namespace
+}  // namespace kiln

@@ -1,0 +1,310 @@
+#include "templates/fused_moe/template_mx_cuda.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "templates/fused_moe/op.h"
+#include "templates/fused_moe/op_mx.h"
+#include "templates/registry.h"
+#include "tests/support/status_matchers.h"
+
+namespace kiln {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using testing::StatusIs;
+
+Problem ProblemFor(uint32_t m_min, uint32_t m_max, int level = 90) {
+  Problem problem;
+  RequestGeometry& g = problem.geometry;
+  g.hidden = 1024;
+  g.intermediate = 384;
+  g.experts = 16;
+  g.top_k = 4;
+  g.weights.format = WeightFormat::kTrellisMx;
+  g.weights.bits = {.gate = 3, .up = 3, .down = 3};
+  g.recipe = Recipe::kW4A8;
+  g.mx = {.limit = "10", .smallm_max_tokens = 8};
+  problem.interval = {m_min, m_max};
+  problem.device = AssumedProfile(
+      {.backend = Backend::kCuda, .level = level, .arch_specific = true});
+  return problem;
+}
+
+ParamSpace SpaceOf(const Problem& problem) {
+  return FusedMoeMxCudaTemplate()->Enumerate(problem, 100000);
+}
+
+PlanBody BodyOf(const Problem& problem, const Assignment& point) {
+  absl::StatusOr<PlanBody> body =
+      FusedMoeMxCudaTemplate()->MakeBody(problem, point);
+  EXPECT_OK(body.status());
+  return body.ok() ? *std::move(body) : PlanBody();
+}
+
+uint64_t SliceBytes(const PlanBody& body, const std::string& name) {
+  for (const ArenaSlice& slice : body.arena.slices) {
+    if (slice.name == name) return slice.bytes;
+  }
+  ADD_FAILURE() << "no slice " << name;
+  return 0;
+}
+
+TEST(FusedMoeMxCudaTemplateTest, IsTheOneForItsFormat) {
+  EXPECT_EQ(FindTemplate("fused_moe.mx_cuda"), FusedMoeMxCudaTemplate());
+  const RequestGeometry geometry = ProblemFor(1, 1).geometry;
+  EXPECT_THAT(TemplatesFor(geometry, Backend::kCuda),
+              ElementsAre(FusedMoeMxCudaTemplate()));
+}
+
+TEST(FusedMoeMxCudaTemplateTest, ServesItsFormatOnSm80AndLater) {
+  const RequestGeometry geometry = ProblemFor(1, 8).geometry;
+  for (const int level : {80, 86, 89, 90, 100, 120}) {
+    EXPECT_OK(FusedMoeMxCudaTemplate()->Supports(
+        geometry, {.backend = Backend::kCuda, .level = level}));
+  }
+  RequestGeometry exl3 = geometry;
+  exl3.weights.format = WeightFormat::kExl3;
+  EXPECT_THAT(FusedMoeMxCudaTemplate()->Supports(
+                  exl3, {.backend = Backend::kCuda, .level = 90}),
+              StatusIs(absl::StatusCode::kUnimplemented));
+  for (const Target target :
+       {Target{Backend::kCuda, 75, false}, Target{Backend::kCpu, 4, false}}) {
+    EXPECT_THAT(FusedMoeMxCudaTemplate()->Supports(geometry, target),
+                StatusIs(absl::StatusCode::kUnimplemented,
+                         HasSubstr(target.ToString())));
+  }
+}
+
+TEST(FusedMoeMxCudaTemplateTest, AnIntervalHasTheCandidatesOfItsArmAlone) {
+  const struct {
+    Interval interval;
+    int64_t bits;
+    const char* numerics;
+    double tolerance;
+  } cases[] = {{{1, 1}, 16, "mx.w4a16.fold32.mma.", 2e-3},
+               {{5, 8}, 16, "mx.w4a16.fold32.mma.", 2e-3},
+               {{9, 32}, 8, "mx.w4a8.fold32.mma.", 1e-2}};
+
+  for (const auto& c : cases) {
+    const Problem problem = ProblemFor(c.interval.m_min, c.interval.m_max);
+    const ParamSpace space = SpaceOf(problem);
+    ASSERT_FALSE(space.points.empty());
+    for (const Assignment& point : space.points) {
+      ASSERT_EQ(point.at("activation_bits"), c.bits);
+      const PlanBody body = BodyOf(problem, point);
+      ASSERT_TRUE(absl::StartsWith(body.numerics_class, c.numerics))
+          << body.numerics_class;
+      ASSERT_EQ(body.tolerance, c.tolerance);
+    }
+  }
+}
+
+TEST(FusedMoeMxCudaTemplateTest, TheOtherArmIsNoCandidate) {
+  const Problem problem = ProblemFor(9, 32);
+  Assignment other = SpaceOf(problem).points.front();
+  other["activation_bits"] = 16;
+  EXPECT_THAT(FusedMoeMxCudaTemplate()->MakeBody(problem, other),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("activation_bits 16: the interval is that of "
+                                 "the grouped arm, which has 8")));
+}
+
+TEST(FusedMoeMxCudaTemplateTest,
+     AnIntervalOnBothSidesOfTheLimitHasNoCandidate) {
+  const ParamSpace space = SpaceOf(ProblemFor(5, 32));
+  EXPECT_THAT(space.points, IsEmpty());
+  ASSERT_EQ(space.rejects.size(), 1u);
+  EXPECT_THAT(space.rejects[0].reason,
+              HasSubstr("interval 5..32 has tokens on both sides of "
+                        "smallm_max_tokens, 8"));
+}
+
+// The numerics class says which candidates agree bit for bit: it must move with
+// the slices of K, which change the order of sums, and with nothing else.
+TEST(FusedMoeMxCudaTemplateTest, TheNumericsClassIsTheOrderOfSums) {
+  const Problem problem = ProblemFor(9, 32);
+  std::map<std::string, std::set<std::pair<int64_t, int64_t>>> splits;
+  for (const Assignment& point : SpaceOf(problem).points) {
+    splits[BodyOf(problem, point).numerics_class].insert(
+        {point.at("split_fc1"), point.at("split_fc2")});
+  }
+  std::set<std::pair<int64_t, int64_t>> all;
+  for (const auto& [name, members] : splits) {
+    EXPECT_EQ(members.size(), 1u) << name;
+    all.insert(members.begin(), members.end());
+  }
+  EXPECT_EQ(all.size(), splits.size());
+  EXPECT_GT(splits.size(), 1u);
+}
+
+TEST(FusedMoeMxCudaTemplateTest, StepsCoverEveryRowChannelAndRoute) {
+  for (const Interval interval : {Interval{1, 8}, Interval{9, 33}}) {
+    const Problem problem = ProblemFor(interval.m_min, interval.m_max);
+    const std::vector<Assignment> points = SpaceOf(problem).points;
+    for (size_t i = 0; i < points.size(); i += 5) {
+      const Assignment& point = points[i];
+      const PlanBody body = BodyOf(problem, point);
+      SCOPED_TRACE(body.Label());
+      const auto channels = static_cast<uint64_t>(point.at("channels_tile"));
+      const auto tile = static_cast<uint32_t>(point.at("tokens_tile"));
+      ASSERT_EQ(body.steps.size(), 5u);
+      for (uint32_t m = interval.m_min; m <= interval.m_max; ++m) {
+        const auto grid = [&](size_t step, size_t dim) {
+          return body.steps[step].grid[dim].Evaluate(m);
+        };
+        const uint64_t tiles = FusedMoeTilesMax(problem.geometry, tile, m);
+        // A block per expert, and eight chunks of 512 channels per block.
+        ASSERT_EQ(grid(0, 0), 16 + (m * 2 + 7) / 8);
+        ASSERT_GE(grid(1, 0) * channels, tiles * 2 * 384);
+        ASSERT_EQ(grid(1, 1), static_cast<uint64_t>(point.at("split_fc1")));
+        ASSERT_EQ(grid(2, 0), m * 4 * 3 / 4);  // four 128 blocks each
+        ASSERT_GE(grid(3, 0) * channels, tiles * 1024);
+        ASSERT_EQ(grid(3, 1), static_cast<uint64_t>(point.at("split_fc2")));
+        ASSERT_EQ(grid(4, 0), m * 2);
+      }
+    }
+  }
+}
+
+TEST(FusedMoeMxCudaTemplateTest, SlicesHoldWhatTheReadmeLists) {
+  for (const Interval interval : {Interval{1, 8}, Interval{9, 33}}) {
+    const Problem problem = ProblemFor(interval.m_min, interval.m_max);
+    const uint64_t m = interval.m_max;
+    const uint64_t routes = m * 4;
+    const bool quantised = m > 8;
+    for (const Assignment& point : SpaceOf(problem).points) {
+      const PlanBody body = BodyOf(problem, point);
+      SCOPED_TRACE(body.Label());
+      const auto tile = static_cast<uint32_t>(point.at("tokens_tile"));
+      const auto s1 = static_cast<uint64_t>(point.at("split_fc1"));
+      const auto s2 = static_cast<uint64_t>(point.at("split_fc2"));
+      ASSERT_EQ(SliceBytes(body, "tiles"),
+                16 * FusedMoeTilesMax(problem.geometry, tile,
+                                      static_cast<uint32_t>(m)));
+      ASSERT_EQ(SliceBytes(body, "rows"), 8 * routes);
+      ASSERT_EQ(SliceBytes(body, "positions"), 4 * routes);
+      ASSERT_EQ(SliceBytes(body, "x_values"), 2 * 1024 * m);
+      ASSERT_EQ(SliceBytes(body, "x_scales"), quantised ? 4 * 32 * m : 0);
+      ASSERT_EQ(SliceBytes(body, "mid_values"), 2 * 384 * routes);
+      ASSERT_EQ(SliceBytes(body, "mid_scales"),
+                quantised ? 4 * 12 * routes : 0);
+      ASSERT_EQ(SliceBytes(body, "fc1"),
+                s1 == 1 ? 2 * 768 * routes : 4 * 768 * s1 * routes);
+      ASSERT_EQ(SliceBytes(body, "fc2"),
+                s2 == 1 ? 2 * 1024 * routes : 4 * 1024 * s2 * routes);
+    }
+  }
+}
+
+TEST(FusedMoeMxCudaTemplateTest, LegalPointsKeepTheRulesOfTheReadme) {
+  for (const int level : {80, 89, 90, 100, 120}) {
+    for (const Interval interval : {Interval{1, 8}, Interval{9, 64}}) {
+      const Problem problem = ProblemFor(interval.m_min, interval.m_max, level);
+      const std::vector<Assignment> points = SpaceOf(problem).points;
+      ASSERT_FALSE(points.empty()) << level;
+      for (const Assignment& point : points) {
+        const int64_t channels = point.at("channels_tile");
+        const int64_t warps = point.at("warps");
+        const int64_t tile = point.at("tokens_tile");
+        const int64_t k_tile = point.at("k_tile");
+        ASSERT_EQ(384 % channels, 0);
+        ASSERT_EQ(1024 % channels, 0);
+        ASSERT_GE(channels, 16 * warps);
+        ASSERT_LE(channels / 16 / warps * tile / 8 * 4, 128);
+        ASSERT_LE(point.at("split_fc2"), 384 / 128);
+        const int64_t row =
+            (k_tile + 8) * 2 + (interval.m_min > 8 ? k_tile / 32 * 4 : 0);
+        for (const Step& step : BodyOf(problem, point).steps) {
+          if (step.label != "fc1" && step.label != "fc2") continue;
+          ASSERT_EQ(step.dynamic_shared_bytes,
+                    point.at("stages") * (k_tile * channels * 3 / 8 +
+                                          channels * 4 + tile * row));
+          ASSERT_LE(step.dynamic_shared_bytes, problem.device.shared_bytes_max);
+          ASSERT_EQ(step.block[0], static_cast<uint32_t>(32 * warps));
+        }
+      }
+    }
+  }
+}
+
+TEST(FusedMoeMxCudaTemplateTest, StepsNameEntriesOfTheirProgram) {
+  const Problem problem = ProblemFor(9, 32);
+  ASSERT_OK_AND_ASSIGN(const Candidate candidate,
+                       FusedMoeMxCudaTemplate()->Instantiate(
+                           problem, SpaceOf(problem).points.front()));
+  std::vector<std::set<std::string>> used(candidate.units.size());
+  for (const Step& step : candidate.body.steps) {
+    ASSERT_LT(step.program, candidate.units.size());
+    used[step.program].insert(step.entry);
+  }
+  for (size_t i = 0; i < candidate.units.size(); ++i) {
+    const SourceUnit& unit = candidate.units[i];
+    EXPECT_TRUE(std::is_sorted(unit.entries.begin(), unit.entries.end()));
+    EXPECT_EQ(used[i],
+              std::set<std::string>(unit.entries.begin(), unit.entries.end()))
+        << "a program exports what no step launches, or the reverse";
+    EXPECT_THAT(unit.text, HasSubstr("#define KILN_ACTIVATION_BITS 8\n"));
+    EXPECT_THAT(unit.text, HasSubstr("#define KILN_BITS 3\n"));
+    // 10 as a binary32.
+    EXPECT_THAT(unit.text, HasSubstr("#define KILN_LIMIT_BITS 1092616192\n"));
+    std::set<std::string> names;
+    for (const auto& [name, text] : unit.headers) {
+      EXPECT_FALSE(absl::StrContains(name, "cpu_")) << name;
+      names.insert(name);
+    }
+    for (const char* header :
+         {"formats/npk_law.h", "fused_moe/mx_block.h",
+          "fused_moe/mx_boundary.h", "fused_moe/mx_fragment.h",
+          "fused_moe/mx_warp.h", "device/fragment.h"}) {
+      EXPECT_EQ(names.count(header), 1u) << header;
+    }
+  }
+}
+
+// Routing and the boundary do not depend on the axes: all candidates of an arm
+// share that program.
+TEST(FusedMoeMxCudaTemplateTest, CandidatesShareTheSupportProgram) {
+  const Problem problem = ProblemFor(9, 32);
+  std::set<std::string> support;
+  std::map<std::string, std::set<std::string>> products;
+  for (const Assignment& point : SpaceOf(problem).points) {
+    const std::vector<SourceUnit> units = FusedMoeMxCudaTemplate()->MakeUnits(
+        problem.geometry, problem.device.target, point);
+    support.insert(units.front().text);
+    Assignment source = point;
+    source.erase("split_fc1");
+    source.erase("split_fc2");
+    products[units.back().text].insert(AssignmentText(source));
+  }
+  EXPECT_EQ(support.size(), 1u);
+  for (const auto& [text, points] : products) {
+    EXPECT_EQ(points.size(), 1u) << "an axis is missing from the prelude";
+  }
+}
+
+TEST(FusedMoeMxCudaTemplateTest, RefusesPointsThatBreakARule) {
+  const Problem problem = ProblemFor(9, 32);
+  Assignment bad = SpaceOf(problem).points.front();
+  bad["channels_tile"] = 256;  // does not divide 384
+  EXPECT_THAT(FusedMoeMxCudaTemplate()->MakeBody(problem, bad),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("channels_tile 256 does not divide")));
+  bad = SpaceOf(problem).points.front();
+  bad["k_tile"] = 32;
+  EXPECT_THAT(FusedMoeMxCudaTemplate()->MakeBody(problem, bad),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("k_tile is 32, must be one of")));
+}
+
+}  // namespace
+}  // namespace kiln
