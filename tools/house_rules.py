@@ -227,10 +227,11 @@ class Tree:
                           "in tools/house_rules.py")
             return
         kernel = ()  # virtual folders that code for a device may include from
-        if re.match(r"templates/fused_moe/mx_(cpu\.cc|cuda\.cu|"
-                    r"(block|boundary|fragment|vector|warp)\.h)$|"
-                    r"templates/formats/npk_law\.h$", path):
+        if re.match(r"templates/fused_moe/mx_(cpu\.cc|(block|boundary|fragment|"
+                    r"vector)\.h)$|templates/formats/npk_law\.h$", path):
             kernel = ("device/", *MX_HEADERS)
+        elif path == "templates/fused_moe/mx_cuda.cu":
+            kernel = ("cuda/", "device/", *MX_HEADERS)
         elif re.match(r"templates/device/|tools/examples/package_[^/]+/", path):
             kernel = ("device/",)
         elif re.match(r"templates/[^/]+/[^/]*\.cu$|templates/cuda/", path):

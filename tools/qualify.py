@@ -27,6 +27,9 @@ SUITE = "suite.v1.json"
 SUITE_VERSION = 1
 # Candidates per interval and template. A GPU machine compiles many at once.
 CANDIDATES = {"cuda": 16, "cpu": 4}
+# What requests of few experts are asked for beyond their own capacities, so that
+# candidates for many rows per expert are verified too.
+MORE_ROWS = {"cuda": [700], "cpu": []}
 # Launches of the bundle at a time; on a GPU most of each is starting up.
 CHECKERS = {"cuda": 8, "cpu": 1}
 
@@ -55,6 +58,14 @@ def sizes(capacities):
     return sorted(chosen)
 
 
+def with_more_rows(request, capacities):
+    """The request with further capacities, where they cost little to verify."""
+    if (request["op"] != "fused_moe" or request["weights"]["format"] != "exl3"
+            or request["experts"] > 8):
+        return request
+    return {**request, "capacities": request["capacities"] + capacities}
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -77,7 +88,8 @@ def main():
         served = {(template["op"], template["format"])
                   for template in doctor["templates"]
                   if template["backend"] == backend}
-        requests = [r for r in manifest["requests"]
+        requests = [with_more_rows(r, MORE_ROWS[backend])
+                    for r in manifest["requests"]
                     if (r["op"], r["weights"]["format"]) in served]
         suite = os.path.join(folder, SUITE)
         with open(suite, "w", encoding="utf-8") as out:

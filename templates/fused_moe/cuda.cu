@@ -35,7 +35,8 @@
 // So the order in which a sum is formed depends on the number of K slices
 // alone: all axes but split-K give bit-identical results.
 
-#include "cuda/grouped_product.h"
+#include "cuda/grouped.h"
+#include "cuda/warp.h"
 #include "device/activation.h"
 #include "device/fragment.h"
 #include "device/hadamard.h"
@@ -52,7 +53,10 @@
 
 namespace {
 
+using kd::kAbsent;
 using kd::kNone;
+using kd::kRouteThreads;
+using kd::kRouteWarps;
 using kd::Row;
 using kd::Tile;
 using kd::Totals;
@@ -72,9 +76,6 @@ static_assert(kExperts >= 1 && kExperts <= 1024, "E in 1..1024");
 // Part 0: everything but the two matrix products.
 #if KILN_PART == 0
 
-constexpr u32 kRouteThreads = 1024;
-constexpr u32 kRouteWarps = kRouteThreads / 32;
-static_assert(kRouteWarps == 32, "a lane per warp");
 constexpr u32 kHelperThreads = 128;
 constexpr u32 kHelperWarps = kHelperThreads / 32;
 #if KILN_SHARED_SUH
@@ -88,42 +89,11 @@ using RouteId = long long;
 using RouteId = int;
 #endif
 
-// kExperts when the route is inactive. The test is made in the width of the
-// id, so 2^32 + e does not alias expert e.
-__device__ __forceinline__ u32 ExpertOf(RouteId id) {
-  return id >= 0 && id < static_cast<RouteId>(kExperts) ? static_cast<u32>(id)
-                                                        : kExperts;
-}
-
-__device__ __forceinline__ u32 WarpSum(u32 v) {
-  for (u32 step = 16; step != 0; step /= 2) {
-    v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
-  }
-  return v;
-}
-
-__device__ __forceinline__ void Unpack4(uint2 bits, float (&v)[4]) {
-  v[0] = kd::f16_to_f32(static_cast<u16>(bits.x));
-  v[1] = kd::f16_to_f32(static_cast<u16>(bits.x >> 16));
-  v[2] = kd::f16_to_f32(static_cast<u16>(bits.y));
-  v[3] = kd::f16_to_f32(static_cast<u16>(bits.y >> 16));
-}
-
-__device__ __forceinline__ u32 Pack2(float low, float high) {
-  return static_cast<u32>(kd::f32_to_f16(low)) |
-         static_cast<u32>(kd::f32_to_f16(high)) << 16;
-}
-
-__device__ __forceinline__ void Load4(const u16* __restrict__ from,
-                                      float (&v)[4]) {
-  Unpack4(*reinterpret_cast<const uint2*>(from), v);
-}
-
 // Four neighbouring channels of an operand row, the first a multiple of 4.
 __device__ __forceinline__ void StoreOperand(u16* row, u32 channel,
                                              const float (&v)[4]) {
-  const u32 low = Pack2(v[0], v[1]);
-  const u32 high = Pack2(v[2], v[3]);
+  const u32 low = kd::Pack2(v[0], v[1]);
+  const u32 high = kd::Pack2(v[2], v[3]);
 #if KILN_OPERAND_ORDER == 0
   *reinterpret_cast<uint2*>(row + channel) = make_uint2(low, high);
 #else
@@ -134,69 +104,6 @@ __device__ __forceinline__ void StoreOperand(u16* row, u32 channel,
   pairs[at] = low;
   pairs[at + 8] = high;
 #endif
-}
-
-// Four neighbours each of kCount places of a matrix product's result, rounded
-// to fp16 (steps 4 and 8). With one K slice the product has stored fp16;
-// otherwise fp32 partial sums, `slice` elements apart, are added here in slice
-// order. Where `at` is kAbsent nothing is read. All loads of kAhead slices are
-// issued before the first of them is needed.
-constexpr u64 kAbsent = ~u64{0};
-
-template <u32 kAhead, u32 kCount>
-__device__ __forceinline__ void LoadProducts(const void* __restrict__ product,
-                                             const u64 (&at)[kCount], u64 slice,
-                                             u32 slices,
-                                             float (&v)[kCount][4]) {
-  if (slices == 1) {
-    uint2 bits[kCount];
-#pragma unroll
-    for (u32 i = 0; i < kCount; ++i) {
-      bits[i] = make_uint2(0, 0);
-      if (at[i] != kAbsent) {
-        bits[i] = *reinterpret_cast<const uint2*>(
-            static_cast<const u16*>(product) + at[i]);
-      }
-    }
-#pragma unroll
-    for (u32 i = 0; i < kCount; ++i) Unpack4(bits[i], v[i]);
-    return;
-  }
-  const float* from = static_cast<const float*>(product);
-#pragma unroll
-  for (u32 i = 0; i < kCount; ++i) {
-    v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0.0f;
-  }
-#pragma unroll 1
-  for (u32 s = 0; s < slices; s += kAhead) {
-    float4 part[kAhead][kCount];
-#pragma unroll
-    for (u32 n = 0; n < kAhead; ++n) {
-#pragma unroll
-      for (u32 i = 0; i < kCount; ++i) {
-        part[n][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (s + n < slices && at[i] != kAbsent) {
-          part[n][i] =
-              *reinterpret_cast<const float4*>(from + at[i] + n * slice);
-        }
-      }
-    }
-#pragma unroll
-    for (u32 n = 0; n < kAhead; ++n) {
-#pragma unroll
-      for (u32 i = 0; i < kCount; ++i) {
-        v[i][0] += part[n][i].x;
-        v[i][1] += part[n][i].y;
-        v[i][2] += part[n][i].z;
-        v[i][3] += part[n][i].w;
-      }
-    }
-    from += kAhead * slice;
-  }
-#pragma unroll
-  for (u32 i = 0; i < kCount; ++i) {
-    Unpack4(make_uint2(Pack2(v[i][0], v[i][1]), Pack2(v[i][2], v[i][3])), v[i]);
-  }
 }
 
 // What one lane needs for one 128 block of one token.
@@ -230,10 +137,10 @@ __device__ __forceinline__ void Rotate(const RotationInput& input,
         kd::f32_to_f16(kd::bf16_to_f32(static_cast<u16>(halves[i]))));
   }
 #else
-  Unpack4(input.x, value);
+  kd::Unpack4(input.x, value);
 #endif
-  Unpack4(input.gate_suh, gate);
-  Unpack4(input.up_suh, up);
+  kd::Unpack4(input.gate_suh, gate);
+  kd::Unpack4(input.up_suh, up);
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) {
     gate[i] = kd::f16_to_f32(kd::f32_to_f16(value[i] * gate[i]));
@@ -243,99 +150,6 @@ __device__ __forceinline__ void Rotate(const RotationInput& input,
   kd::WarpHadamard128(up, lane);
   StoreOperand(gate_operand + to * kHidden, column, gate);
   StoreOperand(up_operand + to * kHidden, column, up);
-}
-
-// Sorts routes by expert, stably. Block e serves expert e: it counts all
-// experts' routes, so that it knows where its own run starts without talking
-// to another block, then writes its run in ascending route order.
-__device__ __forceinline__ void RouteBlock(const RouteId* __restrict__ ids,
-                                           Row* __restrict__ rows,
-                                           u32* __restrict__ positions,
-                                           Tile* __restrict__ tiles,
-                                           Totals* __restrict__ totals,
-                                           u32 routes, u32 tokens_tile) {
-  __shared__ u32 counts[kExperts];
-  __shared__ u32 warp_matches[kRouteWarps];
-  __shared__ u32 warp_rows[kRouteWarps];
-  __shared__ u32 warp_tiles[kRouteWarps];
-  const u32 expert = blockIdx.x;
-  const u32 lane = threadIdx.x % 32;
-  const u32 warp = threadIdx.x / 32;
-
-  for (u32 e = threadIdx.x; e < kExperts; e += kRouteThreads) counts[e] = 0;
-  __syncthreads();
-
-  // Each warp scans one contiguous range of routes.
-  const u32 range = (routes + kRouteThreads - 1) / kRouteThreads * 32;
-  const u32 begin = warp * range < routes ? warp * range : routes;
-  const u32 end = begin + range < routes ? begin + range : routes;
-  u32 matches = 0;
-#pragma unroll 4
-  for (u32 base = begin; base < end; base += 32) {
-    const u32 route = base + lane;
-    const u32 found = route < end ? ExpertOf(ids[route]) : kExperts;
-    if (found < kExperts) atomicAdd(&counts[found], 1u);
-    matches += found == expert ? 1 : 0;
-  }
-  matches = WarpSum(matches);
-  if (lane == 0) warp_matches[warp] = matches;
-  __syncthreads();
-
-  // Rows and tiles of the experts before this one.
-  u32 rows_before = 0, tiles_before = 0;
-  for (u32 e = threadIdx.x; e < expert; e += kRouteThreads) {
-    rows_before += counts[e];
-    tiles_before += (counts[e] + tokens_tile - 1) / tokens_tile;
-  }
-  rows_before = WarpSum(rows_before);
-  tiles_before = WarpSum(tiles_before);
-  if (lane == 0) {
-    warp_rows[warp] = rows_before;
-    warp_tiles[warp] = tiles_before;
-  }
-  __syncthreads();
-  const u32 first = WarpSum(warp_rows[lane]);
-  const u32 first_tile = WarpSum(warp_tiles[lane]);
-  u32 position = first + WarpSum(lane < warp ? warp_matches[lane] : 0);
-
-  const u32 count = counts[expert];
-  const u32 own_tiles = (count + tokens_tile - 1) / tokens_tile;
-  if (expert == kExperts - 1 && threadIdx.x == 0) {
-    Totals sum;
-    sum.tiles = first_tile + own_tiles;
-    sum.rows = first + count;
-    sum.unused[0] = sum.unused[1] = 0;
-    *totals = sum;
-  }
-  for (u32 i = threadIdx.x; i < own_tiles; i += kRouteThreads) {
-    const u32 left = count - i * tokens_tile;
-    Tile tile;
-    tile.expert = expert;
-    tile.first = first + i * tokens_tile;
-    tile.rows = left < tokens_tile ? left : tokens_tile;
-    tile.unused = 0;
-    tiles[first_tile + i] = tile;
-  }
-
-  // Block 0 also marks the inactive routes.
-  if (count == 0 && expert != 0) return;
-#pragma unroll 4
-  for (u32 base = begin; base < end; base += 32) {
-    const u32 route = base + lane;
-    const u32 found = route < end ? ExpertOf(ids[route]) : kExperts;
-    const u32 mask = __ballot_sync(0xFFFFFFFFu, found == expert);
-    if (found == expert) {
-      const u32 at = position + __popc(mask & ((1u << lane) - 1));
-      Row row;
-      row.route = route;
-      row.expert = expert;
-      rows[at] = row;
-      positions[route] = at;
-    } else if (expert == 0 && found == kExperts && route < end) {
-      positions[route] = kNone;
-    }
-    position += __popc(mask);
-  }
 }
 
 #endif  // KILN_PART == 0
@@ -358,8 +172,8 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
                    u32 tokens, u32 tokens_tile) {
   kd::BeginStep();
   if (blockIdx.x < kExperts) {
-    RouteBlock(ids, rows, positions, tiles, totals, tokens * kTopK,
-               tokens_tile);
+    kd::RouteBlock<kExperts>(ids, rows, positions, tiles, totals,
+                             tokens * kTopK, tokens_tile);
     return;
   }
   constexpr u32 kBlocks = kHidden / 128;
@@ -393,7 +207,8 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
                    u32* __restrict__ positions, Tile* __restrict__ tiles,
                    Totals* __restrict__ totals, u32 tokens, u32 tokens_tile) {
   kd::BeginStep();
-  RouteBlock(ids, rows, positions, tiles, totals, tokens * kTopK, tokens_tile);
+  kd::RouteBlock<kExperts>(ids, rows, positions, tiles, totals, tokens * kTopK,
+                           tokens_tile);
 }
 
 // Per-expert tables: operands per sorted row.
@@ -435,12 +250,12 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
   const u64 from = static_cast<u64>(at) * (2 * kInter) + column;
   const u64 places[2] = {from, from + kInter};
   float both[2][4], gate_svh[4], up_svh[4], down_suh[4];
-  LoadProducts<4>(fc1, places, slice, slices, both);
+  kd::LoadProducts<4>(fc1, places, slice, slices, both);
   float(&gate)[4] = both[0];
   float(&up)[4] = both[1];
-  Load4(table, gate_svh);
-  Load4(table + kInter, up_svh);
-  Load4(table + 2 * kInter, down_suh);
+  kd::Load4(table, gate_svh);
+  kd::Load4(table + kInter, up_svh);
+  kd::Load4(table + 2 * kInter, down_suh);
   kd::WarpHadamard128(gate, lane);
   kd::WarpHadamard128(up, lane);
   float value[4];
@@ -496,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
                       ? static_cast<u64>(row) * kHidden + column
                       : kAbsent;
     }
-    LoadProducts<1>(fc2, places, slice, slices, value);
+    kd::LoadProducts<1>(fc2, places, slice, slices, value);
 #pragma unroll
     for (u32 j = 0; j < kCombined; ++j) {
       const float weight =
@@ -504,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
 #if !KILN_SHARED_SUH
       const u32 expert = __shfl_sync(0xFFFFFFFFu, own_expert, (base + j) % 32);
       float svh[4];
-      Load4(down_svh + static_cast<u64>(expert) * kHidden + column, svh);
+      kd::Load4(down_svh + static_cast<u64>(expert) * kHidden + column, svh);
 #endif
       if (places[j] == kAbsent) continue;
 #if !KILN_SHARED_SUH
@@ -520,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
   }
 #if KILN_SHARED_SUH
   float svh[4];
-  Load4(down_svh + column, svh);
+  kd::Load4(down_svh + column, svh);
   kd::WarpHadamard128(sum, lane);
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) sum[i] *= svh[i];
@@ -566,21 +381,6 @@ static_assert(kWarpStrips * kTokenGroups * 4 <= 128, "too many sums per lane");
 
 template <u32 kBits>
 constexpr u32 kWeightBytes = kDepthTile* kChannels* kBits / 8;
-
-__device__ __forceinline__ void LoadMatrices(u32 from, u32 (&b)[4]) {
-  asm volatile(
-      "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-      : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-      : "r"(from));
-}
-
-__device__ __forceinline__ void Mma(float (&d)[4], const u32 (&a)[4], u32 b0,
-                                    u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // ---- one block of a grouped product ----------------------------------------
 
@@ -648,20 +448,20 @@ __device__ __forceinline__ void ComputeStage(const unsigned char* stage,
       kd::DecodeFragment<KILN_CODEBOOK, kBits>(kd::LoadSpan(tile, span), a[i]);
     }
     if constexpr (kTokens == 8) {
-      if (step % 2 == 0) LoadMatrices(operand + step * 32, b);
+      if (step % 2 == 0) kd::LoadMatrices(operand + step * 32, b);
 #pragma unroll
       for (u32 i = 0; i < kWarpStrips; ++i) {
-        Mma(sums[i][0], a[i], b[step % 2 * 2], b[step % 2 * 2 + 1]);
+        kd::Mma(sums[i][0], a[i], b[step % 2 * 2], b[step % 2 * 2 + 1]);
       }
     } else {
 #pragma unroll
       for (u32 g = 0; g < kTokenGroups; g += 2) {
         if (g != 0 && g * 8 >= rows) continue;
-        LoadMatrices(operand + step * 32 + g * (8 * kRowHalves * 2), b);
+        kd::LoadMatrices(operand + step * 32 + g * (8 * kRowHalves * 2), b);
 #pragma unroll
         for (u32 i = 0; i < kWarpStrips; ++i) {
-          Mma(sums[i][g], a[i], b[0], b[1]);
-          Mma(sums[i][g + 1], a[i], b[2], b[3]);
+          kd::Mma(sums[i][g], a[i], b[0], b[1]);
+          kd::Mma(sums[i][g + 1], a[i], b[2], b[3]);
         }
       }
     }
@@ -718,51 +518,6 @@ __device__ __forceinline__ void Multiply(
   }
 }
 
-// Writes sums to rows [first, first + rows) of the product, columns from
-// `column` on: fp16 when K is not split, else this slice's fp32 partial sums.
-template <u32 kWidth>
-__device__ __forceinline__ void StoreSums(const Sums& sums,
-                                          void* __restrict__ product, u64 total,
-                                          u32 first, u32 rows, u32 column) {
-  const u32 lane = threadIdx.x % 32;
-  column += threadIdx.x / 32 * (kWarpStrips * 16);
-  if (gridDim.y == 1) {
-    u16* to = static_cast<u16*>(product) +
-              static_cast<u64>(first + lane / 4) * kWidth + column +
-              lane % 4 * 2;
-#pragma unroll
-    for (u32 g = 0; g < kTokenGroups; ++g) {
-      if (g * 8 >= rows) break;
-      const bool store = g * 8 + lane / 4 < rows;
-#pragma unroll
-      for (u32 i = 0; i < kWarpStrips; ++i) {
-        kd::StoreRounded(sums[i][g],
-                         to + static_cast<u64>(g * 8) * kWidth + i * 16, store);
-      }
-    }
-    return;
-  }
-  float* to = static_cast<float*>(product) +
-              (total * blockIdx.y + first + lane % 4 * 2) * kWidth + column +
-              lane / 4;
-#pragma unroll
-  for (u32 g = 0; g < kTokenGroups; ++g) {
-#pragma unroll
-    for (u32 odd = 0; odd < 2; ++odd) {
-      if (g * 8 + lane % 4 * 2 + odd < rows) {
-        float* at = to + static_cast<u64>(g * 8 + odd) * kWidth;
-#pragma unroll
-        for (u32 i = 0; i < kWarpStrips; ++i) {
-          at[i * 16] = sums[i][g][odd];
-          at[i * 16 + 8] = sums[i][g][odd + 2];
-        }
-      }
-    }
-  }
-}
-
-extern __shared__ uint4 kiln_moe_shared[];
-
 }  // namespace
 
 #if KILN_PART == 1 || KILN_PART == 2
@@ -801,7 +556,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
     }
   }
   Sums sums = {};
-  unsigned char* shared = reinterpret_cast<unsigned char*>(kiln_moe_shared);
+  unsigned char* shared = kd::DynamicShared();
   const u16* operand = is_up ? up_operand : gate_operand;
 #if KILN_BITS_GATE == KILN_BITS_UP
   Multiply<KILN_BITS_GATE, kHidden, kInter, kStageBytes>(
@@ -821,8 +576,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
         operand, source, tile.rows, shared, sums);
   }
 #endif
-  StoreSums<2 * kInter>(sums, fc1, static_cast<u64>(tokens) * kTopK, tile.first,
-                        tile.rows, column);
+  kd::StoreSums<2 * kInter, 1>(sums, fc1, static_cast<u64>(tokens) * kTopK,
+                               tile.first, tile.rows, column);
 }
 
 #endif
@@ -853,10 +608,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
   Multiply<KILN_BITS_DOWN, kInter, kHidden, kStageBytes>(
       kd::ExpertTiles<KILN_BITS_DOWN, kInter, kHidden>(w_down, tile.expert,
                                                        column),
-      activated, source, tile.rows,
-      reinterpret_cast<unsigned char*>(kiln_moe_shared), sums);
-  StoreSums<kHidden>(sums, fc2, static_cast<u64>(tokens) * kTopK, tile.first,
-                     tile.rows, column);
+      activated, source, tile.rows, kd::DynamicShared(), sums);
+  kd::StoreSums<kHidden, 1>(sums, fc2, static_cast<u64>(tokens) * kTopK,
+                            tile.first, tile.rows, column);
 }
 
 #endif

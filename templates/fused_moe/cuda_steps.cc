@@ -27,7 +27,7 @@ SourceUnit GroupedSupportUnit(const RequestGeometry& geometry,
       absl::StrCat(FusedMoePrelude(geometry),
                    "#define KILN_PART 0\n#define KILN_OPERAND_ORDER ",
                    static_cast<int>(order), "\n", TemplateText(unit.name));
-  unit.headers = CudaHeaders({"cuda/grouped_product.h"});
+  unit.headers = CudaHeaders({"cuda/grouped.h", "cuda/warp.h"});
   unit.entries = {"kiln_moe_activate", "kiln_moe_combine"};
   if (!geometry.weights.shared_scales) {
     unit.entries.push_back("kiln_moe_rotate");

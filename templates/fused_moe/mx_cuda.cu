@@ -30,6 +30,8 @@
 // scales and added in ascending order. Its order depends on the number of K
 // slices alone: all axes but split-K give bit-identical results.
 
+#include "cuda/grouped.h"
+#include "cuda/warp.h"
 #include "device/activation.h"
 #include "device/fragment.h"
 #include "device/hadamard.h"
@@ -38,10 +40,16 @@
 #include "fused_moe/mx_block.h"
 #include "fused_moe/mx_boundary.h"
 #include "fused_moe/mx_fragment.h"
-#include "fused_moe/mx_warp.h"
 
 namespace {
 
+using kd::kAbsent;
+using kd::kNone;
+using kd::kRouteThreads;
+using kd::kRouteWarps;
+using kd::Row;
+using kd::Tile;
+using kd::Totals;
 using kd::u16;
 using kd::u32;
 using kd::u64;
@@ -51,39 +59,12 @@ constexpr u32 kHidden = KILN_HIDDEN;
 constexpr u32 kInter = KILN_INTER;
 constexpr u32 kExperts = KILN_EXPERTS;
 constexpr u32 kTopK = KILN_TOPK;
-constexpr u32 kNone = 0xFFFFFFFFu;
 constexpr bool kQuantised = KILN_ACTIVATION_BITS == 8;
 
 static_assert(kHidden % 512 == 0 && kInter % 128 == 0, "H512 and H128");
 static_assert(kExperts >= 1 && kExperts <= 1024, "E in 1..1024");
 static_assert(KILN_ACTIVATION_BITS == 8 || KILN_ACTIVATION_BITS == 16,
               "activations have 8 or 16 bits");
-
-// One sorted row: the route it came from and the expert that serves it.
-struct alignas(8) Row {
-  u32 route;
-  u32 expert;
-};
-
-// A run of at most T consecutive sorted rows of one expert.
-struct alignas(16) Tile {
-  u32 expert;
-  u32 first;
-  u32 rows;
-  u32 unused;
-};
-
-// Written by route.
-struct alignas(16) Totals {
-  u32 tiles;
-  u32 rows;
-  u32 unused[2];
-};
-
-__device__ __forceinline__ u32 Pack2(float low, float high) {
-  return static_cast<u32>(kd::f32_to_f16(low)) |
-         static_cast<u32>(kd::f32_to_f16(high)) << 16;
-}
 
 }  // namespace
 
@@ -93,9 +74,6 @@ __device__ __forceinline__ u32 Pack2(float low, float high) {
 
 namespace {
 
-constexpr u32 kRouteThreads = 1024;
-constexpr u32 kRouteWarps = kRouteThreads / 32;
-static_assert(kRouteWarps == 32, "a lane per warp");
 constexpr u32 kHelperThreads = 128;
 constexpr u32 kHelperWarps = kHelperThreads / 32;
 constexpr u32 kChunk = kd::kMxOuter;         // channels of one H512
@@ -109,44 +87,18 @@ using RouteId = long long;
 using RouteId = int;
 #endif
 
-// kExperts when the route is inactive. The test is made in the width of the
-// id, so 2^32 + e does not alias expert e.
-__device__ __forceinline__ u32 ExpertOf(RouteId id) {
-  return id >= 0 && id < static_cast<RouteId>(kExperts) ? static_cast<u32>(id)
-                                                        : kExperts;
-}
-
-__device__ __forceinline__ u32 WarpSum(u32 v) {
-  for (u32 step = 16; step != 0; step /= 2) {
-    v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
-  }
-  return v;
-}
-
-__device__ __forceinline__ void Unpack4(uint2 bits, float (&v)[4]) {
-  v[0] = kd::f16_to_f32(static_cast<u16>(bits.x));
-  v[1] = kd::f16_to_f32(static_cast<u16>(bits.x >> 16));
-  v[2] = kd::f16_to_f32(static_cast<u16>(bits.y));
-  v[3] = kd::f16_to_f32(static_cast<u16>(bits.y >> 16));
-}
-
-__device__ __forceinline__ void Load4(const u16* __restrict__ from,
-                                      float (&v)[4]) {
-  Unpack4(*reinterpret_cast<const uint2*>(from), v);
-}
-
 // v *= four neighbours of a binary16 table.
 __device__ __forceinline__ void Scale4(const u16* __restrict__ table,
                                        float (&v)[4]) {
   float scale[4];
-  Load4(table, scale);
+  kd::Load4(table, scale);
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) v[i] *= scale[i];
 }
 
 __device__ __forceinline__ void Store4(u16* to, const float (&v)[4]) {
   *reinterpret_cast<uint2*>(to) =
-      make_uint2(Pack2(v[0], v[1]), Pack2(v[2], v[3]));
+      make_uint2(kd::Pack2(v[0], v[1]), kd::Pack2(v[2], v[3]));
 }
 
 // Rounds to an operand and stores. A warp holds 128 neighbours, lane l those
@@ -187,162 +139,6 @@ __device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 first,
   }
 }
 
-// Four neighbours each of kCount places of a matrix product's result, rounded
-// to fp16. With one K slice the product has stored fp16; otherwise fp32 partial
-// sums, `slice` elements apart, are added here in slice order. Where `at` is
-// kAbsent nothing is read. All loads of kAhead slices are issued before the
-// first of them is needed.
-constexpr u64 kAbsent = ~u64{0};
-
-template <u32 kAhead, u32 kCount>
-__device__ __forceinline__ void LoadProducts(const void* __restrict__ product,
-                                             const u64 (&at)[kCount], u64 slice,
-                                             u32 slices,
-                                             float (&v)[kCount][4]) {
-  if (slices == 1) {
-    uint2 bits[kCount];
-#pragma unroll
-    for (u32 i = 0; i < kCount; ++i) {
-      bits[i] = make_uint2(0, 0);
-      if (at[i] != kAbsent) {
-        bits[i] = *reinterpret_cast<const uint2*>(
-            static_cast<const u16*>(product) + at[i]);
-      }
-    }
-#pragma unroll
-    for (u32 i = 0; i < kCount; ++i) Unpack4(bits[i], v[i]);
-    return;
-  }
-  const float* from = static_cast<const float*>(product);
-#pragma unroll
-  for (u32 i = 0; i < kCount; ++i) {
-    v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0.0f;
-  }
-#pragma unroll 1
-  for (u32 s = 0; s < slices; s += kAhead) {
-    float4 part[kAhead][kCount];
-#pragma unroll
-    for (u32 n = 0; n < kAhead; ++n) {
-#pragma unroll
-      for (u32 i = 0; i < kCount; ++i) {
-        part[n][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (s + n < slices && at[i] != kAbsent) {
-          part[n][i] =
-              *reinterpret_cast<const float4*>(from + at[i] + n * slice);
-        }
-      }
-    }
-#pragma unroll
-    for (u32 n = 0; n < kAhead; ++n) {
-#pragma unroll
-      for (u32 i = 0; i < kCount; ++i) {
-        v[i][0] += part[n][i].x;
-        v[i][1] += part[n][i].y;
-        v[i][2] += part[n][i].z;
-        v[i][3] += part[n][i].w;
-      }
-    }
-    from += kAhead * slice;
-  }
-#pragma unroll
-  for (u32 i = 0; i < kCount; ++i) {
-    Unpack4(make_uint2(Pack2(v[i][0], v[i][1]), Pack2(v[i][2], v[i][3])), v[i]);
-  }
-}
-
-// Sorts routes by expert, stably. Block e serves expert e: it counts all
-// experts' routes, so that it knows where its own run starts without talking
-// to another block, then writes its run in ascending route order.
-__device__ __forceinline__ void RouteBlock(const RouteId* __restrict__ ids,
-                                           Row* __restrict__ rows,
-                                           u32* __restrict__ positions,
-                                           Tile* __restrict__ tiles,
-                                           Totals* __restrict__ totals,
-                                           u32 routes, u32 tokens_tile) {
-  __shared__ u32 counts[kExperts];
-  __shared__ u32 warp_matches[kRouteWarps];
-  __shared__ u32 warp_rows[kRouteWarps];
-  __shared__ u32 warp_tiles[kRouteWarps];
-  const u32 expert = blockIdx.x;
-  const u32 lane = threadIdx.x % 32;
-  const u32 warp = threadIdx.x / 32;
-
-  for (u32 e = threadIdx.x; e < kExperts; e += kRouteThreads) counts[e] = 0;
-  __syncthreads();
-
-  // Each warp scans one contiguous range of routes.
-  const u32 range = (routes + kRouteThreads - 1) / kRouteThreads * 32;
-  const u32 begin = warp * range < routes ? warp * range : routes;
-  const u32 end = begin + range < routes ? begin + range : routes;
-  u32 matches = 0;
-#pragma unroll 4
-  for (u32 base = begin; base < end; base += 32) {
-    const u32 route = base + lane;
-    const u32 found = route < end ? ExpertOf(ids[route]) : kExperts;
-    if (found < kExperts) atomicAdd(&counts[found], 1u);
-    matches += found == expert ? 1 : 0;
-  }
-  matches = WarpSum(matches);
-  if (lane == 0) warp_matches[warp] = matches;
-  __syncthreads();
-
-  // Rows and tiles of the experts before this one.
-  u32 rows_before = 0, tiles_before = 0;
-  for (u32 e = threadIdx.x; e < expert; e += kRouteThreads) {
-    rows_before += counts[e];
-    tiles_before += (counts[e] + tokens_tile - 1) / tokens_tile;
-  }
-  rows_before = WarpSum(rows_before);
-  tiles_before = WarpSum(tiles_before);
-  if (lane == 0) {
-    warp_rows[warp] = rows_before;
-    warp_tiles[warp] = tiles_before;
-  }
-  __syncthreads();
-  const u32 first = WarpSum(warp_rows[lane]);
-  const u32 first_tile = WarpSum(warp_tiles[lane]);
-  u32 position = first + WarpSum(lane < warp ? warp_matches[lane] : 0);
-
-  const u32 count = counts[expert];
-  const u32 own_tiles = (count + tokens_tile - 1) / tokens_tile;
-  if (expert == kExperts - 1 && threadIdx.x == 0) {
-    Totals sum;
-    sum.tiles = first_tile + own_tiles;
-    sum.rows = first + count;
-    sum.unused[0] = sum.unused[1] = 0;
-    *totals = sum;
-  }
-  for (u32 i = threadIdx.x; i < own_tiles; i += kRouteThreads) {
-    const u32 left = count - i * tokens_tile;
-    Tile tile;
-    tile.expert = expert;
-    tile.first = first + i * tokens_tile;
-    tile.rows = left < tokens_tile ? left : tokens_tile;
-    tile.unused = 0;
-    tiles[first_tile + i] = tile;
-  }
-
-  // Block 0 also marks the inactive routes.
-  if (count == 0 && expert != 0) return;
-#pragma unroll 4
-  for (u32 base = begin; base < end; base += 32) {
-    const u32 route = base + lane;
-    const u32 found = route < end ? ExpertOf(ids[route]) : kExperts;
-    const u32 mask = __ballot_sync(0xFFFFFFFFu, found == expert);
-    if (found == expert) {
-      const u32 at = position + __popc(mask & ((1u << lane) - 1));
-      Row row;
-      row.route = route;
-      row.expert = expert;
-      rows[at] = row;
-      positions[route] = at;
-    } else if (expert == 0 && found == kExperts && route < end) {
-      positions[route] = kNone;
-    }
-    position += __popc(mask);
-  }
-}
-
 // The operand of fc1: H512, gate_up_suh, H128. Four warps share a chunk, one
 // quarter each.
 __device__ __forceinline__ void RotateBlock(const u16* __restrict__ x,
@@ -368,7 +164,7 @@ __device__ __forceinline__ void RotateBlock(const u16* __restrict__ x,
       v[i] = kd::round_f16(kd::bf16_to_f32(static_cast<u16>(halves[i])));
     }
 #else
-    Unpack4(bits, v);
+    kd::Unpack4(bits, v);
 #endif
   }
   kd::WarpHadamard128(v, lane);
@@ -407,9 +203,10 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
                   Totals* __restrict__ totals, const u16* __restrict__ x,
                   const u16* __restrict__ suh, u16* __restrict__ x_values,
                   float* __restrict__ x_scales, u32 tokens, u32 tokens_tile) {
+  kd::BeginStep();
   if (blockIdx.x < kExperts) {
-    RouteBlock(ids, rows, positions, tiles, totals, tokens * kTopK,
-               tokens_tile);
+    kd::RouteBlock<kExperts>(ids, rows, positions, tiles, totals,
+                             tokens * kTopK, tokens_tile);
   } else {
     RotateBlock(x, suh, x_values, x_scales, tokens, blockIdx.x - kExperts);
   }
@@ -419,12 +216,11 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
 // They are two halves of 64, each 128 values: atoms of 32 of gate and up in
 // turn.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-    kiln_mx_activate(const void* __restrict__ fc1,
-                     const u16* __restrict__ rotations,
-                     const Row* __restrict__ rows,
-                     const Totals* __restrict__ totals,
+    kiln_mx_activate(const void* fc1, const u16* __restrict__ rotations,
+                     const Row* rows, const Totals* totals,
                      u16* __restrict__ mid_values,
                      float* __restrict__ mid_scales, u32 tokens, u32 slices) {
+  kd::BeginStep();
   constexpr u32 kBlocks = kInter / kQuarter;
   const u32 lane = threadIdx.x % 32;
   const u32 item = blockIdx.x * kHelperWarps + threadIdx.x / 32;
@@ -442,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
   const u64 places[2] = {from, from + 64};
   const u64 slice = static_cast<u64>(tokens) * (kTopK * 2 * kInter);
   float r[2][4];
-  LoadProducts<4>(fc1, places, slice, slices, r);
+  kd::LoadProducts<4>(fc1, places, slice, slices, r);
   const u16* svh = (is_up ? tables.up_svh : tables.gate_svh) + channel;
   const u16* signs = tables.pre_signs + 2 * first + lane * 4;
   const float limit = kd::BitsFloat(KILN_LIMIT_BITS);
@@ -484,11 +280,10 @@ constexpr u32 kCombined = kTopK < 8 ? kTopK : 8;
 // then H512: one chunk of one token per block, a quarter per warp. Inactive
 // routes add nothing.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-    kiln_mx_combine(const void* __restrict__ fc2,
-                    const u16* __restrict__ down_svh,
-                    const float* __restrict__ weights,
-                    const u32* __restrict__ positions, float* __restrict__ out,
-                    u32 tokens, u32 slices) {
+    kiln_mx_combine(const void* fc2, const u16* __restrict__ down_svh,
+                    const float* __restrict__ weights, const u32* positions,
+                    float* __restrict__ out, u32 tokens, u32 slices) {
+  kd::BeginStep();
   __shared__ float4 shared[kChunk / 4];
   const u32 lane = threadIdx.x % 32;
   const u32 warp = threadIdx.x / 32;
@@ -517,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
                       ? static_cast<u64>(row) * kHidden + column
                       : kAbsent;
     }
-    LoadProducts<1>(fc2, places, slice, slices, value);
+    kd::LoadProducts<1>(fc2, places, slice, slices, value);
 #pragma unroll
     for (u32 j = 0; j < kCombined; ++j) {
       const float weight =
@@ -814,56 +609,6 @@ __device__ __forceinline__ void Multiply(const Factors& factors,
   }
 }
 
-// Writes twice the sums to rows [first, first + rows) of the product, columns
-// from `column` on: fp16 when K is not split, else this slice's fp32 partial
-// sums.
-template <u32 kWidth>
-__device__ __forceinline__ void StoreSums(const Sums& sums,
-                                          void* __restrict__ product, u64 total,
-                                          u32 first, u32 rows, u32 column) {
-  const u32 lane = threadIdx.x % 32;
-  column += threadIdx.x / 32 * (kWarpStrips * 16);
-  if (gridDim.y == 1) {
-    u16* to = static_cast<u16*>(product) +
-              static_cast<u64>(first + lane / 4) * kWidth + column +
-              lane % 4 * 2;
-#pragma unroll
-    for (u32 g = 0; g < kTokenGroups; ++g) {
-      if (g * 8 >= rows) break;
-      const bool store = g * 8 + lane / 4 < rows;
-#pragma unroll
-      for (u32 i = 0; i < kWarpStrips; ++i) {
-        const float(&d)[4] = sums[i][g];
-        const u32 low = kd::Transpose8x8(Pack2(2 * d[0], 2 * d[1]));
-        const u32 high = kd::Transpose8x8(Pack2(2 * d[2], 2 * d[3]));
-        if (store) {
-          u16* at = to + static_cast<u64>(g * 8) * kWidth + i * 16;
-          *reinterpret_cast<u32*>(at) = low;
-          *reinterpret_cast<u32*>(at + 8) = high;
-        }
-      }
-    }
-    return;
-  }
-  float* to = static_cast<float*>(product) +
-              (total * blockIdx.y + first + lane % 4 * 2) * kWidth + column +
-              lane / 4;
-#pragma unroll
-  for (u32 g = 0; g < kTokenGroups; ++g) {
-#pragma unroll
-    for (u32 odd = 0; odd < 2; ++odd) {
-      if (g * 8 + lane % 4 * 2 + odd < rows) {
-        float* at = to + static_cast<u64>(g * 8 + odd) * kWidth;
-#pragma unroll
-        for (u32 i = 0; i < kWarpStrips; ++i) {
-          at[i * 16] = 2 * sums[i][g][odd];
-          at[i * 16 + 8] = 2 * sums[i][g][odd + 2];
-        }
-      }
-    }
-  }
-}
-
 // Byte address of tile (0, column / 16) of a matrix of the stream.
 template <u32 kWidth>
 __device__ __forceinline__ const unsigned char* MatrixTiles(
@@ -889,12 +634,11 @@ __device__ __forceinline__ const u32* ExpertScales(
 // Block x: tile x / (2I / C) and C of the 2I channels gate | up; block y: slice
 // of K.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    kiln_mx_fc1(const u16* __restrict__ x_values,
-                const float* __restrict__ x_scales, const u16* __restrict__ w13,
-                const u32* __restrict__ w13_scale, const Row* __restrict__ rows,
-                const Tile* __restrict__ tiles,
-                const Totals* __restrict__ totals, void* __restrict__ fc1,
-                u32 tokens) {
+    kiln_mx_fc1(const u16* x_values, const float* x_scales,
+                const u16* __restrict__ w13, const u32* __restrict__ w13_scale,
+                const Row* rows, const Tile* tiles, const Totals* totals,
+                void* __restrict__ fc1, u32 tokens) {
+  kd::BeginStep();
   constexpr u32 kBlocks = 2 * kInter / kChannels;
   const u32 index = blockIdx.x / kBlocks;
   if (index >= totals->tiles) return;
@@ -922,18 +666,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   factors.row_scales = x_scales;
   Sums sums = {};
   Multiply<kHidden, kInter>(factors, sources, tile.rows, sums);
-  StoreSums<2 * kInter>(sums, fc1, static_cast<u64>(tokens) * kTopK, tile.first,
-                        tile.rows, column);
+  kd::StoreSums<2 * kInter, 2>(sums, fc1, static_cast<u64>(tokens) * kTopK,
+                               tile.first, tile.rows, column);
 }
 
 // Block x: tile x / (H / C) and C of the H channels; block y: slice of K.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    kiln_mx_fc2(const u16* __restrict__ mid_values,
-                const float* __restrict__ mid_scales,
+    kiln_mx_fc2(const u16* mid_values, const float* mid_scales,
                 const u16* __restrict__ w2, const u32* __restrict__ w2_scale,
-                const Tile* __restrict__ tiles,
-                const Totals* __restrict__ totals, void* __restrict__ fc2,
+                const Tile* tiles, const Totals* totals, void* __restrict__ fc2,
                 u32 tokens) {
+  kd::BeginStep();
   constexpr u32 kBlocks = kHidden / kChannels;
   const u32 index = blockIdx.x / kBlocks;
   if (index >= totals->tiles) return;
@@ -955,8 +698,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   factors.row_scales = mid_scales;
   Sums sums = {};
   Multiply<kInter, kHidden>(factors, sources, tile.rows, sums);
-  StoreSums<kHidden>(sums, fc2, static_cast<u64>(tokens) * kTopK, tile.first,
-                     tile.rows, column);
+  kd::StoreSums<kHidden, 2>(sums, fc2, static_cast<u64>(tokens) * kTopK,
+                            tile.first, tile.rows, column);
 }
 
 #endif  // KILN_PART == 1

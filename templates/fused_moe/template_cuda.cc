@@ -54,7 +54,7 @@ class Template : public KernelTemplate {
 
   Digest sources() const override {
     static const Digest digest = TemplateSourcesDigest(
-        {"axes.cc", "cuda/grouped_product.h", "fused_moe/cuda.cu",
+        {"axes.cc", "cuda/grouped.h", "cuda/warp.h", "fused_moe/cuda.cu",
          "fused_moe/cuda_steps.cc", "fused_moe/op.cc",
          "fused_moe/template_cuda.cc"});
     return digest;
@@ -143,7 +143,7 @@ class Template : public KernelTemplate {
                      AxisPrelude(assignment, {"tokens_tile", "channels_tile",
                                               "k_tile", "warps", "stages"}),
                      TemplateText(products.name));
-    products.headers = CudaHeaders({"cuda/grouped_product.h"});
+    products.headers = CudaHeaders({"cuda/grouped.h", "cuda/warp.h"});
     products.entries = {"kiln_moe_fc1", "kiln_moe_fc2"};
     return {GroupedSupportUnit(geometry, version(), OperandOrder::kNatural),
             std::move(products)};

@@ -37,8 +37,9 @@ constexpr double kGroupedTolerance = 1e-2;
 
 // Headers of mx_cuda.cu beside those of device/.
 constexpr const char* kHeaders[] = {
-    "formats/npk_law.h", "fused_moe/mx_block.h", "fused_moe/mx_boundary.h",
-    "fused_moe/mx_fragment.h", "fused_moe/mx_warp.h"};
+    "cuda/grouped.h",          "cuda/warp.h",
+    "formats/npk_law.h",       "fused_moe/mx_block.h",
+    "fused_moe/mx_boundary.h", "fused_moe/mx_fragment.h"};
 
 int64_t BitsOf(MxArm arm) { return arm == MxArm::kSmallM ? 16 : 8; }
 
@@ -148,6 +149,7 @@ class Template : public KernelTemplate {
     body.tolerance =
         arm == MxArm::kGrouped ? kGroupedTolerance : MxTolerance(arm);
     body.deterministic = true;
+    body.overlapped = problem.device.target.level >= 90;
     body.params = MxParams(problem.geometry);
     AddSteps(problem, AxisPoint(&axes, assignment), &body);
     return body;
@@ -334,14 +336,7 @@ class Template : public KernelTemplate {
     unit.compute_dtype = "f16";
     unit.text = absl::StrCat(MxPrelude(geometry), "#define KILN_PART ", part,
                              "\n", axes, TemplateText("fused_moe/mx_cuda.cu"));
-    for (const auto& header : DeviceHeaders()) {
-      if (header.first.rfind("device/cpu_", 0) != 0) {
-        unit.headers.push_back(header);
-      }
-    }
-    for (const char* header : kHeaders) {
-      unit.headers.emplace_back(header, TemplateText(header));
-    }
+    unit.headers = CudaHeaders({std::begin(kHeaders), std::end(kHeaders)});
     unit.entries = std::move(entries);
     return unit;
   }

@@ -61,7 +61,7 @@ class Template : public KernelTemplate {
 
   Digest sources() const override {
     static const Digest digest = TemplateSourcesDigest(
-        {"axes.cc", "cuda/grouped_product.h", "fused_moe/cuda.cu",
+        {"axes.cc", "cuda/grouped.h", "cuda/warp.h", "fused_moe/cuda.cu",
          "fused_moe/cuda_steps.cc", "fused_moe/op.cc",
          "fused_moe/template_warpgroup.cc", "fused_moe/warpgroup.cu"});
     return digest;
@@ -144,7 +144,7 @@ class Template : public KernelTemplate {
         absl::StrCat(FusedMoePrelude(geometry),
                      AxisPrelude(assignment, {"tokens_tile", "ctas"}),
                      TemplateText(products.name));
-    products.headers = CudaHeaders({"cuda/grouped_product.h"});
+    products.headers = CudaHeaders({"cuda/grouped.h", "cuda/warp.h"});
     products.entries = {"kiln_moe_fc1", "kiln_moe_fc2"};
     return {GroupedSupportUnit(geometry, version(), OperandOrder::kWarpgroup),
             std::move(products)};

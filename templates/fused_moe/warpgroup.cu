@@ -26,7 +26,8 @@
 // + {0, 1, 8, 9}, so the 64 channels of a row lie in that order in memory; see
 // StoreOperand in cuda.cu.
 
-#include "cuda/grouped_product.h"
+#include "cuda/grouped.h"
+#include "cuda/warp.h"
 #include "device/fragment.h"
 #include "device/half.h"
 #include "device/platform.h"
@@ -441,6 +442,7 @@ __device__ __forceinline__ void Consume(const WordsAddress<kBits, kMaxBits>& at,
     StartHalf<kLive, 0>(even, operand, step, sums);
     WaitMmas<1>();
     KeepUntilHere(odd);
+    __syncwarp();
     if (first_lane && step != 0) Arrive(previous);
     previous = place.empty();
     place.Advance();
@@ -459,6 +461,7 @@ __device__ __forceinline__ void Consume(const WordsAddress<kBits, kMaxBits>& at,
   }
   WaitMmas<0>();
   KeepUntilHere(odd);
+  __syncwarp();
   if (first_lane) Arrive(previous);
 }
 

@@ -8,7 +8,8 @@
 // Prelude (integers): KILN_IN, KILN_OUT (multiples of 128), KILN_X_BF16,
 // KILN_BIAS (0 or 1).
 
-#include "cuda/grouped_product.h"
+#include "cuda/grouped.h"
+#include "cuda/warp.h"
 #include "device/hadamard.h"
 #include "device/half.h"
 #include "device/platform.h"
@@ -27,23 +28,6 @@ constexpr u32 kThreads = 128;
 constexpr u32 kWarps = kThreads / 32;
 
 static_assert(kIn % 128 == 0 && kOut % 128 == 0, "128 blocks");
-
-__device__ __forceinline__ void Unpack4(uint2 bits, float (&v)[4]) {
-  v[0] = kd::f16_to_f32(static_cast<u16>(bits.x));
-  v[1] = kd::f16_to_f32(static_cast<u16>(bits.x >> 16));
-  v[2] = kd::f16_to_f32(static_cast<u16>(bits.y));
-  v[3] = kd::f16_to_f32(static_cast<u16>(bits.y >> 16));
-}
-
-__device__ __forceinline__ void Load4(const u16* __restrict__ from,
-                                      float (&v)[4]) {
-  Unpack4(*reinterpret_cast<const uint2*>(from), v);
-}
-
-__device__ __forceinline__ u32 Pack2(float low, float high) {
-  return static_cast<u32>(kd::f32_to_f16(low)) |
-         static_cast<u32>(kd::f32_to_f16(high)) << 16;
-}
 
 }  // namespace
 
@@ -85,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const u64 at = static_cast<u64>(token) * kIn + column;
   const uint2 bits = *reinterpret_cast<const uint2*>(x + at);
   float scale[4], value[4];
-  Load4(suh + column, scale);
+  kd::Load4(suh + column, scale);
 #if KILN_X_BF16
   const u32 halves[4] = {bits.x & 0xFFFFu, bits.x >> 16, bits.y & 0xFFFFu,
                          bits.y >> 16};
@@ -95,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         kd::f32_to_f16(kd::bf16_to_f32(static_cast<u16>(halves[i]))));
   }
 #else
-  Unpack4(bits, value);
+  kd::Unpack4(bits, value);
 #endif
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) {
@@ -103,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   kd::WarpHadamard128(value, lane);
   *reinterpret_cast<uint2*>(operand + at) =
-      make_uint2(Pack2(value[0], value[1]), Pack2(value[2], value[3]));
+      make_uint2(kd::Pack2(value[0], value[1]), kd::Pack2(value[2], value[3]));
 }
 
 // The sums of the K slices in slice order, transformed, scaled, and the bias:
@@ -148,12 +132,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   kd::WarpHadamard128(value, lane);
   float scale[4];
-  Load4(svh + column, scale);
+  kd::Load4(svh + column, scale);
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) value[i] *= scale[i];
 #if KILN_BIAS
   float add[4];
-  Load4(bias + column, add);
+  kd::Load4(bias + column, add);
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) value[i] += add[i];
 #endif

@@ -52,7 +52,7 @@ class Template : public KernelTemplate {
 
   Digest sources() const override {
     static const Digest digest = TemplateSourcesDigest(
-        {"axes.cc", "cuda/grouped_product.h", "fused_moe/cuda.cu",
+        {"axes.cc", "cuda/grouped.h", "cuda/warp.h", "fused_moe/cuda.cu",
          "fused_moe/op.cc", "linear/cuda.cu", "linear/op.cc",
          "linear/template_cuda.cc"});
     return digest;
@@ -226,7 +226,7 @@ class Template : public KernelTemplate {
     unit.template_version = version();
     unit.compute_dtype = "f16";
     unit.text = absl::StrCat(prelude, TemplateText(file));
-    unit.headers = CudaHeaders({"cuda/grouped_product.h"});
+    unit.headers = CudaHeaders({"cuda/grouped.h", "cuda/warp.h"});
     unit.entries = std::move(entries);
     return unit;
   }

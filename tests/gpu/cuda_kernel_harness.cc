@@ -158,9 +158,9 @@ class Programs {
       : nvrtc_(nvrtc), arch_(std::move(arch)) {
     source_ = Read(templates + "/fused_moe/cuda.cu");
     for (const char* file :
-         {"cuda/grouped_product.h", "device/activation.h", "device/fragment.h",
-          "device/hadamard.h", "device/half.h", "device/platform.h",
-          "device/trellis.h"}) {
+         {"cuda/grouped.h", "cuda/warp.h", "device/activation.h",
+          "device/fragment.h", "device/hadamard.h", "device/half.h",
+          "device/platform.h", "device/trellis.h"}) {
       headers_.emplace_back(file, Read(templates + "/" + file));
     }
   }

@@ -1,5 +1,5 @@
 // What a CUDA kernel's file is compiled with to run under gpu_emulator.h: the
-// words of the language, and in place of fused_moe/mx_warp.h functions of the
+// words of the language, and in place of cuda/warp.h functions of the
 // same names. What an instruction does to the registers of a warp is written
 // from the PTX manual, not from the kernels.
 
@@ -10,10 +10,11 @@
 #include <cstring>
 
 #include "device/hadamard.h"
+#include "device/half.h"
 #include "device/platform.h"
 #include "tests/templates/gpu_emulator.h"
 
-#define KILN_TEMPLATES_FUSED_MOE_MX_WARP_H_
+#define KILN_TEMPLATES_CUDA_WARP_H_
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -77,7 +78,10 @@ inline void WarpHadamard128(float v[4], u32 lane) {
   std::memcpy(v, values + 4 * lane, 4 * sizeof(float));
 }
 
-// ---- fused_moe/mx_warp.h ---------------------------------------------------
+// ---- cuda/warp.h -----------------------------------------------------------
+
+// Every step runs to its end before the next begins.
+inline void BeginStep() {}
 
 inline unsigned char* DynamicShared() {
   return kiln::testing::gpu::Shared(0, 0);
@@ -88,8 +92,10 @@ inline u32 SharedAddress(const void* p) {
                           DynamicShared());
 }
 
-inline void CopyAsync16(u32 to, const void* from) {
-  kiln::testing::gpu::CopyLater(to, from, 16);
+template <u32 kOffset = 0>
+void CopyAsync16(u32 to, const void* from) {
+  kiln::testing::gpu::CopyLater(
+      to, static_cast<const unsigned char*>(from) + kOffset, 16);
 }
 
 template <u32 kBytes>
@@ -118,6 +124,12 @@ inline void MmaFromZero(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 
 // movmatrix.sync.aligned.m8n8.trans.b16.
 u32 Transpose8x8(u32 v);
+
+// cvt.rn.f16x2.f32.
+inline u32 RoundPair(float low, float high) {
+  return static_cast<u32>(f32_to_f16(low)) | static_cast<u32>(f32_to_f16(high))
+                                                 << 16;
+}
 
 }  // namespace kd
 

@@ -12,6 +12,8 @@
 #include "fused_moe/mx_boundary.h"
 #include "fused_moe/mx_fragment.h"
 #include "tests/templates/gpu_intrinsics.h"
+// After what replaces the instructions.
+#include "cuda/grouped.h"
 
 #define KILN_JOIN_(a, b) a##b
 #define KILN_JOIN(a, b) KILN_JOIN_(a, b)

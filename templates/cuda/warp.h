@@ -1,26 +1,42 @@
-// Instructions of a GPU that mx_cuda.cu issues, one function each: copies to
-// shared memory, matrix fragments. A test that runs the kernels on the host
-// brings functions of its own in place of this header.
-#ifndef KILN_TEMPLATES_FUSED_MOE_MX_WARP_H_
-#define KILN_TEMPLATES_FUSED_MOE_MX_WARP_H_
+// Instructions of a GPU that kernels issue, one function each: copies to shared
+// memory, matrix fragments, the order of a plan's steps. A test that runs
+// kernels on the host brings functions of its own in place of this header.
+#ifndef KILN_TEMPLATES_CUDA_WARP_H_
+#define KILN_TEMPLATES_CUDA_WARP_H_
 
 #include "device/platform.h"
 
 namespace kd {
 
+// First thing in every kernel of a plan whose steps overlap: the next kernel
+// may be set up from now on, and this one goes on when all earlier ones have
+// ended and what they wrote is visible. Without that launch attribute, or below
+// sm_90, it does nothing. Every thread calls it, so that a kernel never ends
+// before those it depends on. What earlier steps wrote must not be read through
+// parameters that are both const and __restrict__: the compiler may load from
+// those at any time.
+KILN_FN void BeginStep() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // The block's dynamic shared memory, aligned to 16 bytes.
 KILN_FN unsigned char* DynamicShared() {
-  extern __shared__ uint4 kiln_mx_shared[];
-  return reinterpret_cast<unsigned char*>(kiln_mx_shared);
+  extern __shared__ uint4 kiln_dynamic_shared[];
+  return reinterpret_cast<unsigned char*>(kiln_dynamic_shared);
 }
 
 KILN_FN u32 SharedAddress(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
+// Copies 16 bytes from kOffset bytes behind `from`.
+template <u32 kOffset = 0>
 KILN_FN void CopyAsync16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
-               "l"(from));
+  asm volatile("cp.async.cg.shared.global [%0], [%1 + %2], 16;" ::"r"(to),
+               "l"(from), "n"(kOffset));
 }
 
 // Copies kBytes (8 or 16), or writes as many zeros and reads nothing.
@@ -83,6 +99,30 @@ KILN_FN u32 Transpose8x8(u32 v) {
   return t;
 }
 
+// Two numbers rounded to binary16, the first in the low half.
+KILN_FN u32 RoundPair(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// Words of shared memory, in the order of other volatile statements.
+KILN_FN void LoadShared(u32 from, u32& a) {
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(a) : "r"(from));
+}
+
+KILN_FN void LoadShared(u32 from, u32& a, u32& b) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(a), "=r"(b)
+               : "r"(from));
+}
+
+KILN_FN void LoadShared(u32 from, u32& a, u32& b, u32& c, u32& d) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+               : "r"(from));
+}
+
 }  // namespace kd
 
-#endif  // KILN_TEMPLATES_FUSED_MOE_MX_WARP_H_
+#endif  // KILN_TEMPLATES_CUDA_WARP_H_

@@ -1,0 +1,299 @@
+// What CUDA kernels share that multiply rows grouped by expert: the lists that
+// routing writes and products read, the way of sums to memory and back.
+//
+// CUDA only, or under a test's emulator; no header other than Kiln's own.
+#ifndef KILN_TEMPLATES_CUDA_GROUPED_H_
+#define KILN_TEMPLATES_CUDA_GROUPED_H_
+
+#include "cuda/warp.h"
+#include "device/half.h"
+#include "device/platform.h"
+
+namespace kd {
+
+constexpr u32 kNone = 0xFFFFFFFFu;
+
+// One sorted row: the route it came from and the expert that serves it.
+struct alignas(8) Row {
+  u32 route;
+  u32 expert;
+};
+
+// A run of consecutive sorted rows of one expert, at most a tile of them.
+struct alignas(16) Tile {
+  u32 expert;
+  u32 first;
+  u32 rows;
+  u32 unused;
+};
+
+struct alignas(16) Totals {
+  u32 tiles;
+  u32 rows;
+  u32 unused[2];
+};
+
+// ---- routing ---------------------------------------------------------------
+
+constexpr u32 kRouteThreads = 1024;
+constexpr u32 kRouteWarps = kRouteThreads / 32;
+static_assert(kRouteWarps == 32, "a lane per warp");
+
+// kExperts when the route is inactive. The test is made in the width of the
+// id, so 2^32 + e does not alias expert e.
+template <u32 kExperts, typename Id>
+KILN_FN u32 ExpertOf(Id id) {
+  return id >= 0 && id < static_cast<Id>(kExperts) ? static_cast<u32>(id)
+                                                   : kExperts;
+}
+
+KILN_FN u32 WarpSum(u32 v) {
+  for (u32 step = 16; step != 0; step /= 2) {
+    v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
+  }
+  return v;
+}
+
+// Sorts routes by expert, stably. Block e serves expert e: it counts all
+// experts' routes, so that it knows where its own run starts without talking
+// to another block, then writes its run in ascending route order.
+template <u32 kExperts, typename Id>
+KILN_FN void RouteBlock(const Id* ids, Row* rows, u32* positions, Tile* tiles,
+                        Totals* totals, u32 routes, u32 tokens_tile) {
+  __shared__ u32 counts[kExperts];
+  __shared__ u32 warp_matches[kRouteWarps];
+  __shared__ u32 warp_rows[kRouteWarps];
+  __shared__ u32 warp_tiles[kRouteWarps];
+  const u32 expert = blockIdx.x;
+  const u32 lane = threadIdx.x % 32;
+  const u32 warp = threadIdx.x / 32;
+
+  for (u32 e = threadIdx.x; e < kExperts; e += kRouteThreads) counts[e] = 0;
+  __syncthreads();
+
+  // Each warp scans one contiguous range of routes.
+  const u32 range = (routes + kRouteThreads - 1) / kRouteThreads * 32;
+  const u32 begin = warp * range < routes ? warp * range : routes;
+  const u32 end = begin + range < routes ? begin + range : routes;
+  u32 matches = 0;
+#pragma unroll 4
+  for (u32 base = begin; base < end; base += 32) {
+    const u32 route = base + lane;
+    const u32 found = route < end ? ExpertOf<kExperts>(ids[route]) : kExperts;
+    if (found < kExperts) atomicAdd(&counts[found], 1u);
+    matches += found == expert ? 1 : 0;
+  }
+  matches = WarpSum(matches);
+  if (lane == 0) warp_matches[warp] = matches;
+  __syncthreads();
+
+  // Rows and tiles of the experts before this one.
+  u32 rows_before = 0, tiles_before = 0;
+  for (u32 e = threadIdx.x; e < expert; e += kRouteThreads) {
+    rows_before += counts[e];
+    tiles_before += (counts[e] + tokens_tile - 1) / tokens_tile;
+  }
+  rows_before = WarpSum(rows_before);
+  tiles_before = WarpSum(tiles_before);
+  if (lane == 0) {
+    warp_rows[warp] = rows_before;
+    warp_tiles[warp] = tiles_before;
+  }
+  __syncthreads();
+  const u32 first = WarpSum(warp_rows[lane]);
+  const u32 first_tile = WarpSum(warp_tiles[lane]);
+  u32 position = first + WarpSum(lane < warp ? warp_matches[lane] : 0);
+
+  const u32 count = counts[expert];
+  const u32 own_tiles = (count + tokens_tile - 1) / tokens_tile;
+  if (expert == kExperts - 1 && threadIdx.x == 0) {
+    Totals sum;
+    sum.tiles = first_tile + own_tiles;
+    sum.rows = first + count;
+    sum.unused[0] = sum.unused[1] = 0;
+    *totals = sum;
+  }
+  for (u32 i = threadIdx.x; i < own_tiles; i += kRouteThreads) {
+    const u32 left = count - i * tokens_tile;
+    Tile tile;
+    tile.expert = expert;
+    tile.first = first + i * tokens_tile;
+    tile.rows = left < tokens_tile ? left : tokens_tile;
+    tile.unused = 0;
+    tiles[first_tile + i] = tile;
+  }
+
+  // Block 0 also marks the inactive routes.
+  if (count == 0 && expert != 0) return;
+#pragma unroll 4
+  for (u32 base = begin; base < end; base += 32) {
+    const u32 route = base + lane;
+    const u32 found = route < end ? ExpertOf<kExperts>(ids[route]) : kExperts;
+    const u32 mask = __ballot_sync(0xFFFFFFFFu, found == expert);
+    if (found == expert) {
+      const u32 at = position + __popc(mask & ((1u << lane) - 1));
+      Row row;
+      row.route = route;
+      row.expert = expert;
+      rows[at] = row;
+      positions[route] = at;
+    } else if (expert == 0 && found == kExperts && route < end) {
+      positions[route] = kNone;
+    }
+    position += __popc(mask);
+  }
+}
+
+// ---- four neighbours -------------------------------------------------------
+
+KILN_FN void Unpack4(uint2 bits, float (&v)[4]) {
+  v[0] = kd::f16_to_f32(static_cast<u16>(bits.x));
+  v[1] = kd::f16_to_f32(static_cast<u16>(bits.x >> 16));
+  v[2] = kd::f16_to_f32(static_cast<u16>(bits.y));
+  v[3] = kd::f16_to_f32(static_cast<u16>(bits.y >> 16));
+}
+
+KILN_FN u32 Pack2(float low, float high) {
+  return static_cast<u32>(kd::f32_to_f16(low)) |
+         static_cast<u32>(kd::f32_to_f16(high)) << 16;
+}
+
+KILN_FN void Load4(const u16* from, float (&v)[4]) {
+  Unpack4(*reinterpret_cast<const uint2*>(from), v);
+}
+
+// ---- results ---------------------------------------------------------------
+
+// Stores kTimes the sums of 16 channels x 8 rows as fp16. Sums lie as an MMA
+// leaves them: d[0], d[1] are channel lane/4 of rows 2(lane%4) and the next,
+// d[2] and d[3] channel lane/4 + 8 of the same. `to` is channel 2(lane%4) of
+// row lane/4, stored to only where `store`.
+template <int kTimes>
+KILN_FN void StoreRounded(const float* d, u16* to, bool store) {
+  const u32 low = Transpose8x8(RoundPair(kTimes * d[0], kTimes * d[1]));
+  const u32 high = Transpose8x8(RoundPair(kTimes * d[2], kTimes * d[3]));
+  if (store) {
+    *reinterpret_cast<u32*>(to) = low;
+    *reinterpret_cast<u32*>(to + 8) = high;
+  }
+}
+
+// Writes kTimes the sums to rows [first, first + rows) of the product, columns
+// from `column` on: fp16 when K is not split, else this slice's fp32 partial
+// sums.
+//   sums: of a warp's 16-channel strips by 8 rows, as an MMA leaves them
+//   total: rows of a slice
+template <u32 kWidth, int kTimes, u32 kWarpStrips, u32 kTokenGroups>
+KILN_FN void StoreSums(const float (&sums)[kWarpStrips][kTokenGroups][4],
+                       void* product, u64 total, u32 first, u32 rows,
+                       u32 column) {
+  const u32 lane = threadIdx.x % 32;
+  column += threadIdx.x / 32 * (kWarpStrips * 16);
+  if (gridDim.y == 1) {
+    u16* to = static_cast<u16*>(product) +
+              static_cast<u64>(first + lane / 4) * kWidth + column +
+              lane % 4 * 2;
+    KILN_UNROLLED
+    for (u32 g = 0; g < kTokenGroups; ++g) {
+      if (g * 8 >= rows) break;
+      const bool store = g * 8 + lane / 4 < rows;
+      KILN_UNROLLED
+      for (u32 i = 0; i < kWarpStrips; ++i) {
+        StoreRounded<kTimes>(
+            sums[i][g], to + static_cast<u64>(g * 8) * kWidth + i * 16, store);
+      }
+    }
+    return;
+  }
+  float* to = static_cast<float*>(product) +
+              (total * blockIdx.y + first + lane % 4 * 2) * kWidth + column +
+              lane / 4;
+  KILN_UNROLLED
+  for (u32 g = 0; g < kTokenGroups; ++g) {
+    KILN_UNROLLED
+    for (u32 odd = 0; odd < 2; ++odd) {
+      if (g * 8 + lane % 4 * 2 + odd < rows) {
+        float* at = to + static_cast<u64>(g * 8 + odd) * kWidth;
+        KILN_UNROLLED
+        for (u32 i = 0; i < kWarpStrips; ++i) {
+          at[i * 16] = kTimes * sums[i][g][odd];
+          at[i * 16 + 8] = kTimes * sums[i][g][odd + 2];
+        }
+      }
+    }
+  }
+}
+
+// Four neighbours each of kCount places of a matrix product's result, rounded
+// to fp16 (steps 4 and 8). With one K slice the product has stored fp16;
+// otherwise fp32 partial sums, `slice` elements apart, are added here in slice
+// order. Where `at` is kAbsent nothing is read. All loads of kAhead slices are
+// issued before the first of them is needed.
+constexpr u64 kAbsent = ~u64{0};
+
+template <u32 kAhead, u32 kCount>
+KILN_FN void LoadProducts(const void* product, const u64 (&at)[kCount],
+                          u64 slice, u32 slices, float (&v)[kCount][4]) {
+  if (slices == 1) {
+    uint2 bits[kCount];
+    KILN_UNROLLED
+    for (u32 i = 0; i < kCount; ++i) {
+      bits[i] = make_uint2(0, 0);
+      if (at[i] != kAbsent) {
+        bits[i] = *reinterpret_cast<const uint2*>(
+            static_cast<const u16*>(product) + at[i]);
+      }
+    }
+    KILN_UNROLLED
+    for (u32 i = 0; i < kCount; ++i) Unpack4(bits[i], v[i]);
+    return;
+  }
+  const float* from = static_cast<const float*>(product);
+  KILN_UNROLLED
+  for (u32 i = 0; i < kCount; ++i) {
+    v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0.0f;
+  }
+#pragma unroll 1
+  for (u32 s = 0; s < slices; s += kAhead) {
+    float4 part[kAhead][kCount];
+    KILN_UNROLLED
+    for (u32 n = 0; n < kAhead; ++n) {
+      KILN_UNROLLED
+      for (u32 i = 0; i < kCount; ++i) {
+        part[n][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (s + n < slices && at[i] != kAbsent) {
+          part[n][i] =
+              *reinterpret_cast<const float4*>(from + at[i] + n * slice);
+        }
+      }
+    }
+    KILN_UNROLLED
+    for (u32 n = 0; n < kAhead; ++n) {
+      KILN_UNROLLED
+      for (u32 i = 0; i < kCount; ++i) {
+        v[i][0] += part[n][i].x;
+        v[i][1] += part[n][i].y;
+        v[i][2] += part[n][i].z;
+        v[i][3] += part[n][i].w;
+      }
+    }
+    from += kAhead * slice;
+  }
+  KILN_UNROLLED
+  for (u32 i = 0; i < kCount; ++i) {
+    Unpack4(make_uint2(Pack2(v[i][0], v[i][1]), Pack2(v[i][2], v[i][3])), v[i]);
+  }
+}
+
+// Byte address of tile (0, column / 16) of an expert's matrix.
+template <int kBits, u32 kDepth, u32 kWidth>
+KILN_FN const unsigned char* ExpertTiles(const u16* weights, u32 expert,
+                                         u32 column) {
+  constexpr u64 kExpertBytes = static_cast<u64>(kDepth) * kWidth * kBits / 8;
+  return reinterpret_cast<const unsigned char*>(weights) +
+         expert * kExpertBytes + column * (2 * kBits);
+}
+
+}  // namespace kd
+
+#endif  // KILN_TEMPLATES_CUDA_GROUPED_H_
