@@ -277,6 +277,23 @@ TEST_P(MxCudaKernelTest, NanStaysInTheRowsThatUseIt) {
   }
 }
 
+// 2^32 + e is not expert e.
+TEST(MxCudaKernelTest, IdsAreTestedInTheirOwnWidth) {
+  size_t ran = 0;
+  for (const MxCudaVariant& v : MxCudaVariants()) {
+    if (!v.id_i64) continue;
+    ++ran;
+    MxCall call(GeometryOf(v), 1, 13);
+    for (uint32_t j = 0; j < v.top_k; ++j) {
+      call.SetId(call.problem.geometry, j, (int64_t{1} << 32) + j);
+    }
+    for (const float value : RunPlan(v, call, 1, 0x7B)) {
+      ASSERT_EQ(value, 0) << v.name;
+    }
+  }
+  EXPECT_GE(ran, 2u);
+}
+
 // Variants that differ in axes alone are candidates of one request.
 TEST(MxCudaKernelTest, AllCandidatesWithTheSameSlicesGiveEqualBits) {
   std::map<std::tuple<uint32_t, int, int64_t>, std::vector<float>> first;
