@@ -418,7 +418,7 @@ __device__ __forceinline__ void CopyOperand(const u16* __restrict__ operand,
   for (u32 i = 0; i < kRowCopies; ++i) {
     if (kTokens % kRowsAtOnce == 0 || row + i * kRowsAtOnce < kTokens) {
       const bool copy = source[i] != kNone;
-      kd::CopyAsync16OrZero(
+      kd::CopyAsyncOrZero<16>(
           to + i * (kRowsAtOnce * kRowHalves * 2),
           first + static_cast<u64>(copy ? source[i] : 0) * kDepth, copy);
     }
