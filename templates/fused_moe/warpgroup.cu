@@ -289,9 +289,10 @@ __device__ __forceinline__ void ProduceStep(const unsigned char* weights,
   WaitBarrier(place.empty(), place.parity ^ 1);
   const u32 full = place.full();
   if (thread % 32 == 0) {
-    ArriveExpecting(full, kKTileBytes<kBits>);
+    // The phase cannot end before this arrival, so the bytes may come first.
     CopyBulk(place.weights() + thread / 32 * kKTileStride<kBits>, weights,
              kKTileBytes<kBits>, full);
+    ArriveExpecting(full, kKTileBytes<kBits>);
   }
   // Rows of a thread are 16 apart, so that their swizzle is the same.
   const u32 to =
