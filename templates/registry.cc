@@ -7,6 +7,7 @@
 #include "templates/fused_moe/template_cpu.h"
 #include "templates/fused_moe/template_cuda.h"
 #include "templates/fused_moe/template_mx_cpu.h"
+#include "templates/fused_moe/template_qsrt_cpu.h"
 #include "templates/fused_moe/template_stream.h"
 #include "templates/linear/template_cpu.h"
 #include "templates/linear/template_cuda.h"
@@ -38,8 +39,10 @@ std::vector<std::pair<std::string, std::string>> HeadersUnder(
 
 const std::vector<const KernelTemplate*>& AllTemplates() {
   static const auto* const templates = new std::vector<const KernelTemplate*>{
-      FusedMoeCpuTemplate(),   FusedMoeCudaTemplate(), FusedMoeStreamTemplate(),
-      FusedMoeMxCpuTemplate(), LinearCpuTemplate(),    LinearCudaTemplate(),
+      FusedMoeCpuTemplate(),     FusedMoeCudaTemplate(),
+      FusedMoeStreamTemplate(),  FusedMoeMxCpuTemplate(),
+      FusedMoeQsrtCpuTemplate(), LinearCpuTemplate(),
+      LinearCudaTemplate(),
   };
   return *templates;
 }

@@ -156,8 +156,10 @@ def code_lines(text):
     return re.sub(r"//[^\n]*", "", text).split("\n")
 
 
-# Virtual names, or how they begin, of headers that TrellisMX kernels share.
-MX_HEADERS = ("fused_moe/mx_", "formats/npk_law.h")
+# Virtual names, or how they begin, of headers that kernels of fused_moe over
+# TrellisMX and QSRT weights share.
+MOE_HEADERS = ("fused_moe/mx_", "fused_moe/cpu_", "fused_moe/situ.h",
+               "fused_moe/sqg_vector.h", "formats/npk_law.h")
 
 
 class Tree:
@@ -214,9 +216,9 @@ class Tree:
         if include in self.texts:
             return include
         # Device headers have the virtual name "device/x.h" for every compiler,
-        # what CPU kernels share "cpu/x.h", and what TrellisMX kernels share
-        # those of MX_HEADERS.
-        if include.startswith(("device/", "cpu/", *MX_HEADERS)):
+        # what CPU kernels share "cpu/x.h", and what kernels of fused_moe share
+        # those of MOE_HEADERS.
+        if include.startswith(("device/", "cpu/", *MOE_HEADERS)):
             return "templates/" + include
         return None
 
@@ -233,9 +235,11 @@ class Tree:
         elif re.match(r"templates/[^/]+/cpu[^/]*\.cc$|"
                       r"templates/cpu/trellis_product\.h$", path):
             kernel = ("cpu/", "device/")
-        elif re.match(r"templates/fused_moe/mx_(cpu\.cc|(block|boundary|vector)"
-                      r"\.h)$|templates/formats/npk_law\.h$", path):
-            kernel = ("device/", *MX_HEADERS)
+        elif re.match(r"templates/fused_moe/(mx|qsrt)_cpu\.cc$|"
+                      r"templates/fused_moe/(mx_(block|boundary|vector)|"
+                      r"cpu_(operand|routes)|situ|sqg_vector)\.h$|"
+                      r"templates/formats/npk_law\.h$", path):
+            kernel = ("device/", *MOE_HEADERS)
         lines = without_raw_strings(self.texts[path]).split("\n")
         for number, line in enumerate(lines, 1):
             match = INCLUDE.match(line)
