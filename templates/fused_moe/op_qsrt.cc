@@ -37,7 +37,10 @@ std::vector<ParamDecl> QsrtParams(const RequestGeometry& geometry) {
   const std::string id(DTypeName(geometry.id_dtype));
   const std::string table =
       geometry.weights.shared_scales ? "[1, hidden]" : "[experts, hidden]";
-  const std::string words = "[words of all experts]";
+  // Experts of P33 and P24 have equally many words.
+  const std::string words = geometry.qsrt.pairs == PairKinds::kP24P33
+                                ? "[experts, 48*hidden]"
+                                : "[words of all experts]";
   std::vector<ParamDecl> params = {
       {"x", io, "[m, hidden]", false},
       {"topk_ids", id, "[m, top_k]", false},

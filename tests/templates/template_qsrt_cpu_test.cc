@@ -216,6 +216,18 @@ TEST(QsrtBytesTest, AreTheShapesTimesTheirElements) {
             16u * 1152 * 2);
 }
 
+// A caller checks the size of a tensor by its shape; how many words experts of
+// P33 and P43 have together is the layer's own.
+TEST(QsrtParamsTest, OnlyWordsOfEqualExpertsHaveAShape) {
+  RequestGeometry g = ProblemFor(1, 1).geometry;
+  const auto shape = [&g] {
+    return QsrtParams(g)[static_cast<size_t>(QsrtParam::kWDown)].shape;
+  };
+  EXPECT_EQ(shape(), "[experts, 48*hidden]");
+  g.qsrt.pairs = PairKinds::kP33P43;
+  EXPECT_EQ(shape(), "[words of all experts]");
+}
+
 TEST(QsrtRateTest, IsThatOfTheKindsName) {
   EXPECT_EQ(QsrtRate(PairKinds::kP24P33, 0).byte(), 0x33);
   EXPECT_EQ(QsrtRate(PairKinds::kP24P33, 1).byte(), 0x24);
