@@ -28,20 +28,23 @@
 //   kiln_qsrt_cpu_route    1, 1, 1                 tokens, p topk_ids,
 //     p modes_fc1, p modes_fc2, a tile_expert, a tile_routes, a route_slot,
 //     a places
+//   kiln_qsrt_cpu_table    64, rates, 1            a codewords
 //   kiln_qsrt_cpu_rotate   m or tiles, c512(H), 1  a tile_expert,
 //     a tile_routes, p x, p gate_suh, p up_suh, a gate_values, a gate_scales,
 //     a up_values, a up_scales
 //   kiln_qsrt_cpu_fc1      tiles, 2, 1             a tile_expert,
 //     a tile_routes, a places, p w_gate, p w_up, p rotations, a gate_values,
-//     a gate_scales, a up_values, a up_scales, a mid_values, a mid_scales,
-//     p activations if KILN_ACTIVATION is 2
+//     a gate_scales, a up_values, a up_scales, a mid_values, a mid_scales, then
+//     p activations if KILN_ACTIVATION is 2, a codewords if KILN_CODEWORDS
 //   kiln_qsrt_cpu_fc2      tiles, ceil(H / C), 1   a tile_expert,
 //     a tile_routes, a places, p w_down, p down_svh, a mid_values,
-//     a mid_scales, a routed
+//     a mid_scales, a routed, then a codewords if KILN_CODEWORDS
 //   kiln_qsrt_cpu_combine  m, c512(H), 1           a route_slot,
 //     p topk_weights, a routed, p out
 //
-// `rotate` runs once for a token or once for a route, as above; a block of
+// `table` is there with KILN_CODEWORDS only; rates are those that experts may
+// have, 3 from 2 bits on or 2 from 3 bits on. `rotate` runs once for a token or
+// once for a route, as above; a block of
 // `fc1` makes one record of gate and up, and ends with the activation and the
 // operand of `fc2`.
 //
@@ -57,6 +60,9 @@
 //   mid_values  [n][T][I]        v n T I
 //   mid_scales  u8 [n][T][I/32]  s n T I / 32
 //   routed      f32 [n][T][H]    4 n T H      behind H128 and down_svh
+//   codewords   u16 [rates][65536]            with KILN_CODEWORDS: the weight
+//   of
+//                                each state, bfloat16
 // Nothing is read that the same launch did not write.
 //
 // KILN_ACTIVATION: 0 SiLU, 1 SiTU, 2 what the expert's number in `activations`
@@ -67,6 +73,8 @@
 //   KILN_CHANNELS_TILE  128, 256         output channels of a block of `fc2`
 //   KILN_K_TILE         32, 128          input channels that are decoded at a
 //                       time
+//   KILN_CODEWORDS      0: weights are decoded by their ranks; 1: by a table of
+//                       all states, which each launch makes
 //   KILN_ROW_GROUP      1, 2, 4, 8       rows whose sums stay in registers
 //                       together; divides the tile
 // Registers: the lane count is 16 where the target has AVX-512, else 8.
@@ -118,6 +126,8 @@ constexpr u32 kChunk = 512;      // channels of a block of the elementwise steps
 constexpr u32 kRecord = kBlock;  // intermediate channels of one rate
 constexpr u32 kInter = 2 * kRecord;
 
+constexpr u32 kTableBlocks = 64;
+
 static_assert(kHidden % kBlock == 0, "the hidden size is a multiple of 128");
 static_assert(kRows % kRowGroup == 0, "row groups divide the tile");
 static_assert(kStrip == 128 || kStrip == 256, "128 or 256 output channels");
@@ -144,6 +154,9 @@ KILN_FN u32 RecordBits(bool is_other, u32 record) {
 KILN_FN u32 PairBits(bool is_other) {
   return RecordBits(is_other, 0) + RecordBits(is_other, 1);
 }
+
+// The lowest rate that a mode has.
+constexpr u32 kLeastBits = kOther[0] == 2 || kOther[1] == 2 ? 2 : 3;
 
 // 32-bit words of one bit of one record of a matrix.
 constexpr u64 kRecordWords =
@@ -189,6 +202,27 @@ void Route(const RouteArgs& args, u32, u32, u32) {
   FindPlaces(args.modes_fc1, args.places);
   FindPlaces(args.modes_fc2, args.places + kExperts);
 }
+
+// ---- table -----------------------------------------------------------------
+
+#if KILN_CODEWORDS
+struct TableArgs {
+  u16* codewords;
+};
+
+void Table(const TableArgs& args, u32 block, u32 rate, u32) {
+  constexpr u32 kCount = kd::kSqgStates / kTableBlocks;
+  const u32 first = block * kCount;
+  u16* table = args.codewords + static_cast<u64>(rate) * kd::kSqgStates;
+  if (rate + kLeastBits == 2) {
+    kd::FillSqgCodewords<2, kLanes>(first, kCount, table);
+  } else if (rate + kLeastBits == 3) {
+    kd::FillSqgCodewords<3, kLanes>(first, kCount, table);
+  } else {
+    kd::FillSqgCodewords<4, kLanes>(first, kCount, table);
+  }
+}
+#endif
 
 // ---- rotate ----------------------------------------------------------------
 
@@ -292,12 +326,24 @@ KILN_FN void Clear(u32 columns, Sums* sums) {
   }
 }
 
+// codewords: the table of K; not read without KILN_CODEWORDS.
+template <int K>
+KILN_FN F Decode(kd::U32V<kLanes> states,
+                 [[maybe_unused]] const u16* codewords) {
+#if KILN_CODEWORDS
+  return kd::LookUpSqgLanes<kLanes>(states, codewords);
+#else
+  return kd::DecodeSqgLanes<K, kLanes>(states);
+#endif
+}
+
 template <int K, int Row = 0>
-KILN_FN void DecodeRows(const kd::TileBits<K, kLanes>& bits, F (*out)[2]) {
+KILN_FN void DecodeRows(const kd::TileBits<K, kLanes>& bits,
+                        const u16* codewords, F (*out)[2]) {
   if constexpr (Row < 16) {
-    out[Row][0] = kd::DecodeSqgLanes<K, kLanes>(bits.template States<Row, 0>());
-    out[Row][1] = kd::DecodeSqgLanes<K, kLanes>(bits.template States<Row, 1>());
-    DecodeRows<K, Row + 1>(bits, out);
+    out[Row][0] = Decode<K>(bits.template States<Row, 0>(), codewords);
+    out[Row][1] = Decode<K>(bits.template States<Row, 1>(), codewords);
+    DecodeRows<K, Row + 1>(bits, codewords, out);
   }
 }
 
@@ -341,7 +387,8 @@ struct Part {
 };
 
 template <int K>
-void AddPart(const Part& w, const Rows& rows, Sums* sums) {
+void AddPart(const Part& w, const u16* codewords, const Rows& rows,
+             Sums* sums) {
   constexpr u32 kGroupWords = kd::kTileWords<K> * kGroupTiles;
   const u32* words = w.words;
   for (u32 k = 0; k < w.channels; k += kDepth) {
@@ -362,7 +409,7 @@ void AddPart(const Part& w, const Rows& rows, Sums* sums) {
       for (u32 i = 0; i < kDepth / 16; ++i) {
         kd::TileBits<K, kLanes> bits;
         bits.LoadFrom(words + i * w.row_words + g * kGroupWords);
-        DecodeRows<K>(bits, weights + 16 * i);
+        DecodeRows<K>(bits, codewords, weights + 16 * i);
       }
       MultiplyGroup(weights, a, sums->sum[g]);
     }
@@ -371,15 +418,19 @@ void AddPart(const Part& w, const Rows& rows, Sums* sums) {
 }
 
 // sums += rows * w.
-KILN_FN void Add(const Part& w, const Rows& rows, Sums* sums) {
+//   codewords: as in the arena, or null.
+KILN_FN void Add(const Part& w, const u16* codewords, const Rows& rows,
+                 Sums* sums) {
+  if (codewords != nullptr) {
+    codewords += static_cast<u64>(w.bits - kLeastBits) * kd::kSqgStates;
+  }
   // Only rates that a mode has are compiled.
-  constexpr bool kHasTwo = kOther[0] == 2 || kOther[1] == 2;
   if (w.bits == 3) {
-    AddPart<3>(w, rows, sums);
-  } else if (kHasTwo && w.bits == 2) {
-    AddPart<kHasTwo ? 2 : 3>(w, rows, sums);
+    AddPart<3>(w, codewords, rows, sums);
+  } else if (w.bits == 2) {
+    AddPart<kLeastBits>(w, codewords, rows, sums);
   } else {
-    AddPart<4>(w, rows, sums);
+    AddPart<4>(w, codewords, rows, sums);
   }
 }
 
@@ -423,7 +474,20 @@ struct Fc1Args {
 #if KILN_ACTIVATION == 2
   const i32* activations;
 #endif
+#if KILN_CODEWORDS
+  const u16* codewords;
+#endif
 };
+
+// The tables of an argument block, or null.
+template <class Args>
+KILN_FN const u16* CodewordsOf([[maybe_unused]] const Args& args) {
+#if KILN_CODEWORDS
+  return args.codewords;
+#else
+  return nullptr;
+#endif
+}
 
 KILN_FN bool IsSitu([[maybe_unused]] const Fc1Args& args,
                     [[maybe_unused]] i32 expert) {
@@ -487,12 +551,12 @@ void Fc1(const Fc1Args& args, u32 tile, u32 record, u32) {
   const Place place = PlaceOf(args.places, expert);
   Sums gates;
   Clear(kRecord, &gates);
-  Add(RecordOf(args.w_gate, place, record),
+  Add(RecordOf(args.w_gate, place, record), CodewordsOf(args),
       RowsOfX(args.tile_routes, tile, args.gate_values, args.gate_scales),
       &gates);
   Sums ups;
   Clear(kRecord, &ups);
-  Add(RecordOf(args.w_up, place, record),
+  Add(RecordOf(args.w_up, place, record), CodewordsOf(args),
       RowsOfX(args.tile_routes, tile, args.up_values, args.up_scales), &ups);
   const u16* tables = args.rotations + static_cast<u64>(expert) * 3 * kInter;
   for (u32 row = 0; row < kRows; ++row) {
@@ -520,6 +584,9 @@ struct Fc2Args {
   const u8* mid_values;
   const u8* mid_scales;
   float* routed;
+#if KILN_CODEWORDS
+  const u16* codewords;
+#endif
 };
 
 void Fc2(const Fc2Args& args, u32 tile, u32 strip, u32) {
@@ -548,7 +615,7 @@ void Fc2(const Fc2Args& args, u32 tile, u32 strip, u32) {
     part.first_channel = record * kRecord;
     part.channels = kRecord;
     part.columns = columns;
-    Add(part, rows, &sums);
+    Add(part, CodewordsOf(args), rows, &sums);
     words += kRecordWords * part.bits;
   }
   const u16* svh = args.down_svh + ScaleRow(expert) + column;
@@ -596,6 +663,9 @@ void Combine(const CombineArgs& args, u32 token, u32 chunk, u32) {
 }  // namespace
 
 KILN_CPU_ENTRY(kiln_qsrt_cpu_route, RouteArgs, Route)
+#if KILN_CODEWORDS
+KILN_CPU_ENTRY(kiln_qsrt_cpu_table, TableArgs, Table)
+#endif
 KILN_CPU_ENTRY(kiln_qsrt_cpu_rotate, RotateArgs, Rotate)
 KILN_CPU_ENTRY(kiln_qsrt_cpu_fc1, Fc1Args, Fc1)
 KILN_CPU_ENTRY(kiln_qsrt_cpu_fc2, Fc2Args, Fc2)

@@ -1,5 +1,6 @@
-// The codebook sqg_e4m3 in lanes, decoded "compact": integer arithmetic from a
-// state to its rank, and one table from a rank to an E4M3 number.
+// The codebook sqg_e4m3 in lanes. Decoded "compact": integer arithmetic from a
+// state to its rank, and one table from a rank to an E4M3 number. Or by a table
+// of all codewords of a rate, which compact decoding fills.
 //
 // Source: trellis format specification, section 2.1.
 #ifndef KILN_TEMPLATES_FUSED_MOE_SQG_VECTOR_H_
@@ -79,6 +80,32 @@ KILN_FN F32V<L> DecodeSqgLanes(U32V<L> states) {
   KILN_UNROLLED
   for (int i = 0; i < L; ++i) values[i] = kSqgTable.value[groups[i]];
   return Load<F32V<L>>(values);
+}
+
+constexpr u32 kSqgStates = 65536;
+
+// Codewords of states first .. first + count - 1, a multiple of L, to their
+// places in the table [65536] of K: as bfloat16, which E4M3 numbers fit.
+template <int K, int L>
+KILN_FN void FillSqgCodewords(u32 first, u32 count, u16* table) {
+  for (u32 s = first; s < first + count; s += L) {
+    u32 states[L];
+    for (u32 i = 0; i < L; ++i) states[i] = s + i;
+    const F32V<L> values = DecodeSqgLanes<K, L>(Load<U32V<L>>(states));
+    Store(table + s, __builtin_convertvector(
+                         __builtin_bit_cast(U32V<L>, values) >> 16, U16V<L>));
+  }
+}
+
+// The weights of L states by their table.
+template <int L>
+KILN_FN F32V<L> LookUpSqgLanes(U32V<L> states, const u16* table) {
+  u32 index[L];
+  Store(index, states);
+  u32 codewords[L];
+  KILN_UNROLLED
+  for (int i = 0; i < L; ++i) codewords[i] = table[index[i]];
+  return __builtin_bit_cast(F32V<L>, Load<U32V<L>>(codewords) << 16);
 }
 
 }  // namespace kd

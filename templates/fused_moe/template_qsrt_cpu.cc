@@ -17,7 +17,9 @@ namespace kiln {
 namespace {
 
 constexpr int64_t kChunk = 512;  // as in qsrt_cpu.cc
+constexpr uint32_t kTableBlocks = 64;
 constexpr uint64_t kScaleBlock = 32;
+constexpr double kStates = 65536;
 constexpr uint64_t kInter = kQsrtIntermediate;
 
 // Headers of qsrt_cpu.cc beside those of device/.
@@ -30,6 +32,11 @@ uint32_t CeilDiv(int64_t value, int64_t by) {
 }
 
 int64_t BitsOf(QsrtArm arm) { return arm == QsrtArm::kW4A16 ? 16 : 8; }
+
+// Rates that experts may have, from the lowest to 4.
+uint32_t RatesOf(const RequestGeometry& geometry) {
+  return geometry.qsrt.pairs == PairKinds::kP24P33 ? 3 : 2;
+}
 
 class Template : public KernelTemplate {
  public:
@@ -71,7 +78,7 @@ class Template : public KernelTemplate {
                        size_t points_max) const override {
     const std::vector<Axis> axes = Axes(problem);
     return OrderPoints(
-        axes, {"row_group", "channels_tile", "k_tile"},
+        axes, {"codewords", "row_group", "channels_tile", "k_tile"},
         [&](const AxisPoint& point) { return Constraint(problem, point); },
         [&](const AxisPoint& point) { return Cost(problem, point); },
         points_max);
@@ -112,7 +119,8 @@ class Template : public KernelTemplate {
     if (processors > 1) threads.push_back((processors + 1) / 2);
     return {{"activation_bits", {16, 8}},  {"tokens_tile", {1, 2, 4, 8, 16}},
             {"channels_tile", {128, 256}}, {"k_tile", {32, 128}},
-            {"row_group", {1, 2, 4, 8}},   {"threads", threads}};
+            {"codewords", {0, 1}},         {"row_group", {1, 2, 4, 8}},
+            {"threads", threads}};
   }
 
   // Empty, or the rule that the point breaks.
@@ -137,8 +145,9 @@ class Template : public KernelTemplate {
   // is decoded once and multiplied with every row of the tile, empty rows
   // included.
   static double Cost(const Problem& problem, const AxisPoint& point) {
-    constexpr double kDecode = 1.5e-9;
-    constexpr double kMultiply = 0.08e-9;
+    constexpr double kDecode = 0.5e-9;
+    constexpr double kLookUp = 0.3e-9;
+    constexpr double kMultiply = 0.02e-9;
     const RequestGeometry& geometry = problem.geometry;
     const auto tile = static_cast<uint32_t>(point.at("tokens_tile"));
     const double tiles =
@@ -148,8 +157,11 @@ class Template : public KernelTemplate {
     // Weights come from the first-level cache once for each group of rows.
     const double groups =
         static_cast<double>(tile) / static_cast<double>(point.at("row_group"));
+    const bool by_table = point.at("codewords") == 1;
     const double work =
-        tiles * weights * (kDecode + kMultiply * (tile + groups));
+        tiles * weights *
+            ((by_table ? kLookUp : kDecode) + kMultiply * (tile + groups)) +
+        (by_table ? kDecode * kStates * RatesOf(geometry) : 0);
     const auto threads = static_cast<double>(point.at("threads"));
     // Blocks are claimed one by one: few large ones leave threads idle at the
     // end of a step.
@@ -165,11 +177,12 @@ class Template : public KernelTemplate {
     unit.name = "fused_moe/qsrt_cpu.cc";
     unit.template_version = version();
     unit.compute_dtype = assignment.at("activation_bits") == 8 ? "e4m3" : "f16";
-    unit.text = absl::StrCat(
-        QsrtPrelude(geometry),
-        AxisPrelude(assignment, {"activation_bits", "tokens_tile",
-                                 "channels_tile", "k_tile", "row_group"}),
-        TemplateText("fused_moe/qsrt_cpu.cc"));
+    unit.text =
+        absl::StrCat(QsrtPrelude(geometry),
+                     AxisPrelude(assignment, {"activation_bits", "tokens_tile",
+                                              "channels_tile", "k_tile",
+                                              "codewords", "row_group"}),
+                     TemplateText("fused_moe/qsrt_cpu.cc"));
     unit.headers = DeviceHeaders();
     for (const char* header : kHeaders) {
       unit.headers.emplace_back(header, TemplateText(header));
@@ -177,6 +190,9 @@ class Template : public KernelTemplate {
     unit.entries = {"kiln_qsrt_cpu_combine", "kiln_qsrt_cpu_fc1",
                     "kiln_qsrt_cpu_fc2", "kiln_qsrt_cpu_rotate",
                     "kiln_qsrt_cpu_route"};
+    if (assignment.at("codewords") == 1) {
+      unit.entries.push_back("kiln_qsrt_cpu_table");
+    }
     return unit;
   }
 
@@ -217,6 +233,14 @@ class Template : public KernelTemplate {
     const Arg mid_scales = slice("mid_scales", scales(rows * kInter));
     const Arg routed = slice("routed", 4 * rows * hidden);
 
+    const bool by_table = assignment.at("codewords") == 1;
+    const uint32_t rates = RatesOf(geometry);
+    Arg codewords;
+    if (by_table) {
+      codewords = slice("codewords", sizeof(uint16_t) * rates *
+                                         static_cast<uint64_t>(kStates));
+    }
+
     const LaunchDim one = LaunchDim::Constant(1);
     const LaunchDim tokens = LaunchDim::Of({.mul = 1, .add = 0, .div = 1});
     const LaunchDim tile_dim = FusedMoeTiles(geometry, tile, 1);
@@ -239,6 +263,11 @@ class Template : public KernelTemplate {
     add("route", {one, one, one},
         {Arg::Tokens(), p(P::kTopkIds), p(P::kModesFc1), p(P::kModesFc2),
          tile_expert, tile_routes, route_slot, places});
+    if (by_table) {
+      add("table",
+          {LaunchDim::Constant(kTableBlocks), LaunchDim::Constant(rates), one},
+          {codewords});
+    }
     add("rotate", {shared ? tokens : tile_dim, chunks, one},
         {tile_expert, tile_routes, p(P::kX), p(P::kGateSuh), p(P::kUpSuh),
          gate_values, gate_scales, up_values, up_scales});
@@ -249,10 +278,13 @@ class Template : public KernelTemplate {
     if (geometry.activation == Activation::kPerExpert) {
       fc1.push_back(p(P::kActivations));
     }
+    if (by_table) fc1.push_back(codewords);
     add("fc1", {tile_dim, LaunchDim::Constant(2), one}, std::move(fc1));
-    add("fc2", {tile_dim, strips, one},
-        {tile_expert, tile_routes, places, p(P::kWDown), p(P::kDownSvh),
-         mid_values, mid_scales, routed});
+    std::vector<Arg> fc2 = {tile_expert,  tile_routes,    places,
+                            p(P::kWDown), p(P::kDownSvh), mid_values,
+                            mid_scales,   routed};
+    if (by_table) fc2.push_back(codewords);
+    add("fc2", {tile_dim, strips, one}, std::move(fc2));
     add("combine", {tokens, chunks, one},
         {route_slot, p(P::kTopkWeights), routed, p(P::kOut)});
   }

@@ -114,6 +114,7 @@ std::vector<float> RunPlan(const QsrtCpuVariant& v, const Call& call,
       {"tokens_tile", v.tokens_tile},
       {"channels_tile", v.channels_tile},
       {"k_tile", v.k_tile},
+      {"codewords", v.codewords},
       {"row_group", v.row_group},
       {"threads", std::max(1, problem.device.multiprocessors)}};
   const absl::StatusOr<PlanBody> body =
@@ -367,6 +368,32 @@ TEST(SqgVectorTest, EveryStateHasTheValueOfTheCodebook) {
   ExpectTheCodebook<2, 16>();
   ExpectTheCodebook<3, 16>();
   ExpectTheCodebook<4, 16>();
+}
+
+template <int K, int L>
+void ExpectTheTable() {
+  std::vector<uint16_t> table(65536, 0x7FC0);  // NaN
+  for (uint32_t first = 0; first < 65536; first += 1024) {
+    kd::FillSqgCodewords<K, L>(first, 1024, table.data());
+  }
+  for (uint32_t s = 0; s < 65536; s += L) {
+    uint32_t states[L];
+    std::iota(states, states + L, s);
+    const auto lanes = kd::Load<kd::U32V<L>>(states);
+    float looked_up[L];
+    kd::Store(looked_up, kd::LookUpSqgLanes<L>(lanes, table.data()));
+    float decoded[L];
+    kd::Store(decoded, kd::DecodeSqgLanes<K, L>(lanes));
+    ASSERT_EQ(std::memcmp(looked_up, decoded, sizeof decoded), 0)
+        << "K=" << K << " states from " << s;
+  }
+}
+
+TEST(SqgVectorTest, TheTableOfAllStatesIsTheCompactDecoder) {
+  ExpectTheTable<2, 8>();
+  ExpectTheTable<3, 8>();
+  ExpectTheTable<4, 16>();
+  ExpectTheTable<3, 16>();
 }
 
 // ---- vector files ----------------------------------------------------------

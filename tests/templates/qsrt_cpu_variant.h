@@ -24,7 +24,8 @@ struct QsrtCpuVariant {
   uint32_t hidden, experts, top_k;
   int other_low, activation;
   bool shared_suh, x_bf16, id_i64;
-  int64_t activation_bits, tokens_tile, channels_tile, k_tile, row_group;
+  int64_t activation_bits, tokens_tile, channels_tile, k_tile, codewords,
+      row_group;
   std::map<std::string, QsrtCpuStep> steps;  // by entry
 };
 

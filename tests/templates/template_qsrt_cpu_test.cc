@@ -1,8 +1,10 @@
 #include "templates/fused_moe/template_qsrt_cpu.h"
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
+#include "compiler/base/check.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "templates/fused_moe/op.h"
@@ -45,6 +47,24 @@ std::string TextOf(const Problem& problem) {
                   SpaceOf(problem).points.front())
       .front()
       .text;
+}
+
+const Step& StepNamed(const PlanBody& body, absl::string_view label) {
+  const auto found =
+      std::find_if(body.steps.begin(), body.steps.end(),
+                   [&](const Step& step) { return step.label == label; });
+  KILN_CHECK(found != body.steps.end());
+  return *found;
+}
+
+// Whether a step has a slice of the arena among its arguments.
+bool Reads(const PlanBody& body, absl::string_view label,
+           absl::string_view slice) {
+  const Step& step = StepNamed(body, label);
+  return std::any_of(step.args.begin(), step.args.end(), [&](const Arg& arg) {
+    return arg.kind == ArgKind::kArena &&
+           body.arena.slices[arg.value].name == slice;
+  });
 }
 
 TEST(FusedMoeQsrtCpuTemplateTest, IsTheOneForItsFormat) {
@@ -127,23 +147,49 @@ TEST(FusedMoeQsrtCpuTemplateTest, StepsCoverEveryRowChannelAndRoute) {
       SCOPED_TRACE(body.Label());
       const auto strip = static_cast<uint64_t>(point.at("channels_tile"));
       const auto tile = static_cast<uint32_t>(point.at("tokens_tile"));
-      const auto grid = [&](size_t step, size_t dim, uint32_t m) {
-        return body.steps[step].grid[dim].Evaluate(m);
+      const auto grid = [&](const char* label, size_t dim, uint32_t m) {
+        return StepNamed(body, label).grid[dim].Evaluate(m);
       };
       for (uint32_t m = 1; m <= 8; ++m) {
         const uint64_t tiles = FusedMoeTilesMax(problem.geometry, tile, m);
-        // rotate: tokens share scales, routes do not.
-        ASSERT_EQ(grid(1, 0, m), shared ? m : tiles);
-        ASSERT_EQ(grid(1, 1, m), 3u);
-        ASSERT_EQ(grid(2, 0, m), tiles);  // fc1
-        ASSERT_EQ(grid(2, 1, m), 2u);
-        ASSERT_EQ(grid(3, 0, m), tiles);  // fc2
-        ASSERT_EQ(grid(3, 1, m), (1152 + strip - 1) / strip);
-        ASSERT_EQ(grid(4, 0, m), m);  // combine
-        ASSERT_EQ(grid(4, 1, m), 3u);
+        // Tokens share scales, routes do not.
+        ASSERT_EQ(grid("rotate", 0, m), shared ? m : tiles);
+        ASSERT_EQ(grid("rotate", 1, m), 3u);
+        ASSERT_EQ(grid("fc1", 0, m), tiles);
+        ASSERT_EQ(grid("fc1", 1, m), 2u);
+        ASSERT_EQ(grid("fc2", 0, m), tiles);
+        ASSERT_EQ(grid("fc2", 1, m), (1152 + strip - 1) / strip);
+        ASSERT_EQ(grid("combine", 0, m), m);
+        ASSERT_EQ(grid("combine", 1, m), 3u);
       }
     }
   }
+}
+
+// The table of codewords is that of the launch, and has every rate that an
+// expert may have.
+TEST(FusedMoeQsrtCpuTemplateTest, ATableIsMadeWhereACandidateReadsIt) {
+  Problem problem = ProblemFor(9, 32);
+  size_t with_table = 0;
+  for (const PairKinds pairs : {PairKinds::kP24P33, PairKinds::kP33P43}) {
+    problem.geometry.qsrt.pairs = pairs;
+    const uint64_t rates = pairs == PairKinds::kP24P33 ? 3 : 2;
+    for (const Assignment& point : SpaceOf(problem).points) {
+      ASSERT_OK_AND_ASSIGN(const PlanBody body,
+                           FusedMoeQsrtCpuTemplate()->MakeBody(problem, point));
+      const bool wanted = point.at("codewords") == 1;
+      ASSERT_EQ(Reads(body, "fc1", "codewords"), wanted);
+      ASSERT_EQ(Reads(body, "fc2", "codewords"), wanted);
+      ASSERT_EQ(body.steps.size(), wanted ? 6u : 5u);
+      if (!wanted) continue;
+      ++with_table;
+      ASSERT_TRUE(Reads(body, "table", "codewords"));
+      ASSERT_EQ(StepNamed(body, "table").grid[1].Evaluate(9), rates);
+      ASSERT_EQ(body.arena.slices.back().name, "codewords");
+      ASSERT_EQ(body.arena.slices.back().bytes, rates * 65536 * 2);
+    }
+  }
+  EXPECT_GT(with_table, 0u);
 }
 
 // One step sorts routes, and both products read what it wrote.
@@ -152,23 +198,15 @@ TEST(FusedMoeQsrtCpuTemplateTest, BothProductsReadOneRouteMap) {
   ASSERT_OK_AND_ASSIGN(const PlanBody body,
                        FusedMoeQsrtCpuTemplate()->MakeBody(
                            problem, SpaceOf(problem).points.front()));
-  std::vector<std::string> labels;
-  for (const Step& step : body.steps) labels.push_back(step.label);
-  EXPECT_THAT(labels, ElementsAre("route", "rotate", "fc1", "fc2", "combine"));
-  const auto reads = [&](size_t step, const std::string& slice) {
-    for (const Arg& arg : body.steps[step].args) {
-      if (arg.kind == ArgKind::kArena &&
-          body.arena.slices[arg.value].name == slice) {
-        return true;
-      }
-    }
-    return false;
-  };
   for (const char* slice : {"tile_expert", "tile_routes", "places"}) {
-    EXPECT_TRUE(reads(0, slice)) << slice;
-    EXPECT_TRUE(reads(2, slice)) << slice;
-    EXPECT_TRUE(reads(3, slice)) << slice;
+    EXPECT_TRUE(Reads(body, "route", slice)) << slice;
+    EXPECT_TRUE(Reads(body, "fc1", slice)) << slice;
+    EXPECT_TRUE(Reads(body, "fc2", slice)) << slice;
   }
+  EXPECT_EQ(
+      std::count_if(body.steps.begin(), body.steps.end(),
+                    [](const Step& step) { return step.label == "route"; }),
+      1);
 }
 
 TEST(FusedMoeQsrtCpuTemplateTest, AProgramHasTheRatesAndTheActivation) {
