@@ -20,6 +20,8 @@
 #include "device/half.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
+#include "templates/formats/btx_layer.h"
+#include "templates/formats/btx_manifest.h"
 #include "templates/formats/pair_layer.h"
 #include "templates/formats/qsrt_extent.h"
 #include "templates/fused_moe/op_qsrt.h"
@@ -27,6 +29,7 @@
 #include "templates/fused_moe/sqg_vector.h"
 #include "templates/fused_moe/template_qsrt_cpu.h"
 #include "templates/fused_moe/trellis_codebook.h"
+#include "tests/support/btx_writer.h"
 #include "tests/support/native_layer.h"
 #include "tests/support/status_matchers.h"
 #include "tests/templates/qsrt_cpu_variant.h"
@@ -518,11 +521,78 @@ TEST_P(QsrtSiluFileTest, TwoBitsAreTheLowRecordOfP24) {
   Expect("moe_sqg_k2_inline_payload.json", 1, 2, 4);
 }
 
-// ---- a container -----------------------------------------------------------
+// ---- containers ------------------------------------------------------------
+
+// The native tensors and the modes of a part are what the op takes: the
+// variants of these names, run on them, against the reference over the part.
+void ExpectRunsOn(TrellisSource* source, const std::string& prefix,
+                  size_t variants) {
+  const TrellisLayout& layout = source->layout();
+  const testing::NativeLayer native(source);
+  const std::vector<int32_t> fc1 = PairModes(layout.rates_fc1);
+  const std::vector<int32_t> fc2 = PairModes(layout.rates_fc2);
+  // Both kinds, or the test would show nothing.
+  ASSERT_EQ(std::set<int32_t>(fc1.begin(), fc1.end()).size(), 2u);
+  const std::vector<QsrtCpuVariant> found = VariantsNamed(prefix);
+  ASSERT_EQ(found.size(), variants);
+  for (const QsrtCpuVariant& v : found) {
+    SCOPED_TRACE(v.name);
+    ASSERT_EQ(v.hidden, layout.hidden);
+    ASSERT_EQ(v.experts, layout.experts);
+    ASSERT_EQ(v.shared_suh, layout.shared_scales);
+    const QsrtWorkload workload(GeometryOf(v), 11);
+    Call call(workload, DrawKind::kUniform, 0, 6);
+    const QsrtParam params[] = {QsrtParam::kWGate,  QsrtParam::kWUp,
+                                QsrtParam::kWDown,  QsrtParam::kGateSuh,
+                                QsrtParam::kUpSuh,  QsrtParam::kRotations,
+                                QsrtParam::kDownSvh};
+    for (size_t i = 0; i < kTrellisSlots.size(); ++i) {
+      const std::string tensor = testing::ReadSlot(source, kTrellisSlots[i]);
+      // The words of P33 and P43 are as many as the part's experts have.
+      if (i < 3 && v.other_low == 4) {
+        ASSERT_LT(tensor.size(), call.at(params[i]).size()) << i;
+      } else {
+        ASSERT_EQ(tensor.size(), call.at(params[i]).size()) << i;
+      }
+      call.at(params[i]) = tensor;
+    }
+    std::memcpy(call.at(QsrtParam::kModesFc1).data(), fc1.data(),
+                4 * fc1.size());
+    std::memcpy(call.at(QsrtParam::kModesFc2).data(), fc2.data(),
+                4 * fc2.size());
+    // Scales of the part do not take back the growth of products, which a
+    // binary16 would not hold for x of order one: 2^-6 of it.
+    ASSERT_TRUE(v.x_bf16);
+    std::string& x = call.at(QsrtParam::kX);
+    for (size_t at = 0; at < x.size(); at += 2) {
+      uint16_t bits = 0;
+      std::memcpy(&bits, x.data() + at, 2);
+      if ((bits & 0x7F80) > 6 << 7) bits -= 6 << 7;
+      std::memcpy(x.data() + at, &bits, 2);
+    }
+    FusedMoeProblem problem = native.Problem();
+    problem.tokens = 6;
+    problem.top_k = v.top_k;
+    problem.x_dtype = v.x_bf16 ? DType::kBf16 : DType::kF16;
+    problem.id_dtype = v.id_i64 ? DType::kI64 : DType::kI32;
+    problem.x = call.at(QsrtParam::kX).data();
+    problem.topk_ids = call.at(QsrtParam::kTopkIds).data();
+    problem.topk_weights =
+        reinterpret_cast<const float*>(call.at(QsrtParam::kTopkWeights).data());
+    const std::vector<double> expected = testing::AllRows(
+        problem, v.activation_bits == 8 ? ReferenceMode::kSequentialW4A8
+                                        : ReferenceMode::kSequential);
+    const std::vector<float> out = RunPlan(v, call, 6, 0xFF);
+    EXPECT_TRUE(SameBits(out, expected));
+    EXPECT_TRUE(std::all_of(out.begin(), out.end(),
+                            [](float value) { return std::isfinite(value); }));
+    EXPECT_TRUE(std::any_of(out.begin(), out.end(),
+                            [](float value) { return value != 0; }));
+  }
+}
 
 // The extent of the vector file, whose decoded matrices qsrt_vectors_test
-// matches, through the reader of containers: its native tensors and its modes
-// are what the op takes.
+// matches.
 TEST(QsrtCpuKernelTest, RunsOnAnExtentOfAtoms) {
   const json file = testing::ReadJson(VectorsFolder() / "qsrt_atoms_v1.json");
   const json& e = file.at("extent");
@@ -556,49 +626,25 @@ TEST(QsrtCpuKernelTest, RunsOnAnExtentOfAtoms) {
   extent.gate_suh = extent.up_suh = extent.down_svh = bytes(table);
   ASSERT_OK_AND_ASSIGN(const std::unique_ptr<TrellisSource> source,
                        TrellisFromQsrt(extent));
-  const TrellisLayout& layout = source->layout();
-  const testing::NativeLayer native(source.get());
-  size_t used = 0;
-  for (const QsrtCpuVariant& v : VariantsNamed("atoms")) {
-    ASSERT_EQ(v.hidden, layout.hidden);
-    ASSERT_EQ(v.experts, layout.experts);
-    ASSERT_EQ(v.shared_suh, layout.shared_scales);
-    ++used;
-    const QsrtWorkload workload(GeometryOf(v), 11);
-    Call call(workload, DrawKind::kUniform, 0, 6);
-    const QsrtParam params[] = {QsrtParam::kWGate,  QsrtParam::kWUp,
-                                QsrtParam::kWDown,  QsrtParam::kGateSuh,
-                                QsrtParam::kUpSuh,  QsrtParam::kRotations,
-                                QsrtParam::kDownSvh};
-    for (size_t i = 0; i < kTrellisSlots.size(); ++i) {
-      const std::string tensor =
-          testing::ReadSlot(source.get(), kTrellisSlots[i]);
-      ASSERT_EQ(tensor.size(), call.at(params[i]).size()) << i;
-      call.at(params[i]) = tensor;
-    }
-    const std::vector<int32_t> fc1 = PairModes(layout.rates_fc1);
-    const std::vector<int32_t> fc2 = PairModes(layout.rates_fc2);
-    // Both kinds, or the test would show nothing.
-    ASSERT_EQ(std::set<int32_t>(fc1.begin(), fc1.end()).size(), 2u);
-    std::memcpy(call.at(QsrtParam::kModesFc1).data(), fc1.data(),
-                4 * fc1.size());
-    std::memcpy(call.at(QsrtParam::kModesFc2).data(), fc2.data(),
-                4 * fc2.size());
-    FusedMoeProblem problem = native.Problem();
-    problem.tokens = 6;
-    problem.top_k = v.top_k;
-    problem.x_dtype = v.x_bf16 ? DType::kBf16 : DType::kF16;
-    problem.id_dtype = v.id_i64 ? DType::kI64 : DType::kI32;
-    problem.x = call.at(QsrtParam::kX).data();
-    problem.topk_ids = call.at(QsrtParam::kTopkIds).data();
-    problem.topk_weights =
-        reinterpret_cast<const float*>(call.at(QsrtParam::kTopkWeights).data());
-    const std::vector<double> expected = testing::AllRows(
-        problem, v.activation_bits == 8 ? ReferenceMode::kSequentialW4A8
-                                        : ReferenceMode::kSequential);
-    EXPECT_TRUE(SameBits(RunPlan(v, call, 6, 0xFF), expected)) << v.name;
-  }
-  EXPECT_EQ(used, 2u);
+  ExpectRunsOn(source.get(), "atoms", 2);
+}
+
+// The second part of a BTX layer.
+TEST(QsrtCpuKernelTest, RunsOnAPartOfABtxLayer) {
+  const testing::TestFolder folder;
+  testing::BtxOptions options;
+  options.codebook = "sqg_e4m3";
+  options.pair_kinds = {"P33", "P43"};
+  options.per_expert_rotations = true;
+  const testing::BtxFiles files = testing::MakeBtxFiles(options);
+  testing::WriteBtx(folder, options, files);
+  ASSERT_OK_AND_ASSIGN(const BtxManifest manifest,
+                       ReadBtxManifest(folder.path()));
+  ASSERT_OK_AND_ASSIGN(BtxLayer layer,
+                       BtxLayer::Open(folder.path(), manifest, options.layer));
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<TrellisSource> source,
+                       TrellisFromBtx({.begin = 256, .end = 512}, &layer));
+  ExpectRunsOn(source.get(), "btx", 1);
 }
 
 }  // namespace
