@@ -44,9 +44,8 @@
 //
 // `table` is there with KILN_CODEWORDS only; rates are those that experts may
 // have, 3 from 2 bits on or 2 from 3 bits on. `rotate` runs once for a token or
-// once for a route, as above; a block of
-// `fc1` makes one record of gate and up, and ends with the activation and the
-// operand of `fc2`.
+// once for a route, as above; a block of `fc1` makes one record of gate and up,
+// and ends with the activation and the operand of `fc2`.
 //
 // Arena slices for a capacity m, in bytes, n = tiles(m), v = bytes of a value
 // (1 or 2), s = 1 for the arm of 8 bits, else 0:
@@ -60,9 +59,8 @@
 //   mid_values  [n][T][I]        v n T I
 //   mid_scales  u8 [n][T][I/32]  s n T I / 32
 //   routed      f32 [n][T][H]    4 n T H      behind H128 and down_svh
-//   codewords   u16 [rates][65536]            with KILN_CODEWORDS: the weight
-//   of
-//                                each state, bfloat16
+//   codewords   u16 [rates][65536]   the weight of each state, bfloat16; with
+//                                KILN_CODEWORDS
 // Nothing is read that the same launch did not write.
 //
 // KILN_ACTIVATION: 0 SiLU, 1 SiTU, 2 what the expert's number in `activations`
