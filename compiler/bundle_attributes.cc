@@ -89,14 +89,16 @@ void ReadFusedMoe(Fields* fields, RequestGeometry* out) {
   fields->Number("intermediate", &out->intermediate);
   fields->Number("experts", &out->experts);
   fields->Number("top_k", &out->top_k);
-  fields->OneOf("activation", {Activation::kSilu}, ActivationName,
-                &out->activation);
   fields->OneOf("id_dtype", kDTypes, DTypeName, &out->id_dtype);
   Weights& weights = out->weights;
-  fields->OneOf("format", {WeightFormat::kExl3, WeightFormat::kTrellisMx},
-                WeightFormatName, &weights.format);
+  fields->OneOf(
+      "format",
+      {WeightFormat::kExl3, WeightFormat::kTrellisMx, WeightFormat::kQsrt},
+      WeightFormatName, &weights.format);
   switch (weights.format) {
     case WeightFormat::kExl3:
+      fields->OneOf("activation", {Activation::kSilu}, ActivationName,
+                    &out->activation);
       ReadCodebook(fields, &weights);
       fields->Number("bits_gate", &weights.bits.gate);
       fields->Number("bits_up", &weights.bits.up);
@@ -104,10 +106,22 @@ void ReadFusedMoe(Fields* fields, RequestGeometry* out) {
       fields->Flag("shared_scales", &weights.shared_scales);
       break;
     case WeightFormat::kTrellisMx:
+      fields->OneOf("activation", {Activation::kSilu}, ActivationName,
+                    &out->activation);
       fields->Number("bits", &weights.bits.gate);
       weights.bits.up = weights.bits.down = weights.bits.gate;
       fields->Text("limit", IsClampLimit, &out->mx.limit);
       fields->Number("smallm_max_tokens", &out->mx.smallm_max_tokens);
+      break;
+    case WeightFormat::kQsrt:
+      fields->OneOf(
+          "activation",
+          {Activation::kSilu, Activation::kSitu, Activation::kPerExpert},
+          ActivationName, &out->activation);
+      fields->OneOf("pairs", {PairKinds::kP24P33, PairKinds::kP33P43},
+                    PairKindsName, &out->qsrt.pairs);
+      fields->Flag("shared_scales", &weights.shared_scales);
+      fields->Number("decode_max_tokens", &out->qsrt.decode_max_tokens);
       break;
   }
 }

@@ -8,6 +8,7 @@
 #include "templates/fused_moe/template_cuda.h"
 #include "templates/fused_moe/template_mx_cpu.h"
 #include "templates/fused_moe/template_mx_cuda.h"
+#include "templates/fused_moe/template_qsrt_cpu.h"
 #include "templates/fused_moe/template_stream.h"
 #include "templates/fused_moe/template_warpgroup.h"
 #include "templates/linear/template_cpu.h"
@@ -40,10 +41,11 @@ std::vector<std::pair<std::string, std::string>> HeadersUnder(
 
 const std::vector<const KernelTemplate*>& AllTemplates() {
   static const auto* const templates = new std::vector<const KernelTemplate*>{
-      FusedMoeCpuTemplate(),    FusedMoeCudaTemplate(),
-      FusedMoeStreamTemplate(), FusedMoeWarpgroupTemplate(),
-      FusedMoeMxCpuTemplate(),  FusedMoeMxCudaTemplate(),
-      LinearCpuTemplate(),      LinearCudaTemplate(),
+      FusedMoeCpuTemplate(),     FusedMoeCudaTemplate(),
+      FusedMoeStreamTemplate(),  FusedMoeWarpgroupTemplate(),
+      FusedMoeMxCpuTemplate(),   FusedMoeMxCudaTemplate(),
+      FusedMoeQsrtCpuTemplate(), LinearCpuTemplate(),
+      LinearCudaTemplate(),
   };
   return *templates;
 }

@@ -156,8 +156,10 @@ def code_lines(text):
     return re.sub(r"//[^\n]*", "", text).split("\n")
 
 
-# Virtual names, or how they begin, of headers that TrellisMX kernels share.
-MX_HEADERS = ("fused_moe/mx_", "formats/npk_law.h")
+# Virtual names, or how they begin, of headers that kernels of fused_moe over
+# TrellisMX and QSRT weights share.
+MOE_HEADERS = ("fused_moe/mx_", "fused_moe/cpu_", "fused_moe/situ.h",
+               "fused_moe/sqg_vector.h", "formats/npk_law.h")
 
 
 class Tree:
@@ -215,8 +217,8 @@ class Tree:
             return include
         # Device headers have the virtual name "device/x.h" for every compiler,
         # what CPU or CUDA kernels share "cpu/x.h" or "cuda/x.h", and what
-        # TrellisMX kernels share those of MX_HEADERS.
-        if include.startswith(("device/", "cpu/", "cuda/", *MX_HEADERS)):
+        # kernels of fused_moe share those of MOE_HEADERS.
+        if include.startswith(("device/", "cpu/", "cuda/", *MOE_HEADERS)):
             return "templates/" + include
         return None
 
@@ -227,11 +229,13 @@ class Tree:
                           "in tools/house_rules.py")
             return
         kernel = ()  # virtual folders that code for a device may include from
-        if re.match(r"templates/fused_moe/mx_(cpu\.cc|(block|boundary|fragment|"
-                    r"vector)\.h)$|templates/formats/npk_law\.h$", path):
-            kernel = ("device/", *MX_HEADERS)
+        if re.match(r"templates/fused_moe/(mx|qsrt)_cpu\.cc$|"
+                    r"templates/fused_moe/(mx_(block|boundary|fragment|vector)|"
+                    r"cpu_(operand|routes)|situ|sqg_vector)\.h$|"
+                    r"templates/formats/npk_law\.h$", path):
+            kernel = ("device/", *MOE_HEADERS)
         elif path == "templates/fused_moe/mx_cuda.cu":
-            kernel = ("cuda/", "device/", *MX_HEADERS)
+            kernel = ("cuda/", "device/", *MOE_HEADERS)
         elif re.match(r"templates/device/|tools/examples/package_[^/]+/", path):
             kernel = ("device/",)
         elif re.match(r"templates/[^/]+/[^/]*\.cu$|templates/cuda/", path):

@@ -30,6 +30,14 @@ def prewarm(kiln, cache, arguments, accepted=(0,)):
     return json.loads(done.stdout.decode().splitlines()[-1])
 
 
+def agreement(winners):
+    """How many winners are those that most tunes chose, and of how many."""
+    lists = winners.values()
+    agree = sum(collections.Counter(labels).most_common(1)[0][1]
+                for labels in lists)
+    return agree, sum(len(labels) for labels in lists)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kiln")
@@ -64,21 +72,20 @@ def main():
                             accepted=(0, 1))["recheck"]
             measured += again["measured"]
             slower += again["slower"]
-        rechecked = (f", so far {slower} of {measured} rechecked winners slower"
+        # What is known so far, should the rest be cut off.
+        agree, total = agreement(winners)
+        rechecked = (f", {slower} of {measured} rechecked winners slower"
                      if arguments.recheck else "")
-        print(f"tune {run + 1}/{arguments.runs}: {seconds[-1]:.1f} s{rechecked}",
-              file=sys.stderr)
+        print(f"tune {run + 1}/{arguments.runs}: {seconds[-1]:.1f} s, so far "
+              f"{agree} of {total} winners agree{rechecked}", file=sys.stderr)
     if not arguments.keep:
         shutil.rmtree(folder)
 
-    agree = 0
-    total = 0
+    agree, total = agreement(winners)
     unanimous = 0
     disputed = []
     for key, labels in sorted(winners.items()):
         counts = collections.Counter(labels).most_common()
-        agree += counts[0][1]
-        total += len(labels)
         unanimous += len(counts) == 1
         if len(counts) > 1:
             disputed.append({"target": key[0], "requests": key[1],

@@ -11,6 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "compiler/base/status_macros.h"
 #include "templates/fused_moe/op_mx.h"
+#include "templates/fused_moe/op_qsrt.h"
 
 namespace kiln {
 namespace {
@@ -380,11 +381,14 @@ Promise PromiseOf(absl::string_view numerics_class, double tolerance) {
   Promise promise;
   promise.tolerance = tolerance;
   const bool quantised =
-      absl::StartsWith(numerics_class, MxNumericsClass(MxArm::kGrouped));
+      absl::StartsWith(numerics_class, MxNumericsClass(MxArm::kGrouped)) ||
+      absl::StartsWith(numerics_class, QsrtNumericsClass(QsrtArm::kW4A8));
   if (quantised) promise.oracle = ReferenceMode::kStagedW4A8;
   if (numerics_class == "w4a16.f16.sequential" ||
       numerics_class == MxNumericsClass(MxArm::kSmallM) ||
-      numerics_class == MxNumericsClass(MxArm::kGrouped)) {
+      numerics_class == MxNumericsClass(MxArm::kGrouped) ||
+      numerics_class == QsrtNumericsClass(QsrtArm::kW4A16) ||
+      numerics_class == QsrtNumericsClass(QsrtArm::kW4A8)) {
     promise.mode =
         quantised ? ReferenceMode::kSequentialW4A8 : ReferenceMode::kSequential;
     return promise;

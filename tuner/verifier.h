@@ -77,7 +77,8 @@ struct Promise {
 // values. A value that is rounded to its other neighbour moves a whole block by
 // a little, and so some of its neighbours' next roundings: two right kernels
 // differ by up to half of what wrong roundings cost, except in one-term draws.
-// "mx.w4a16.fold32" and "mx.w4a8.fold32" promise the bits of kSequential and
+// "mx.w4a16.fold32" and "qsrt.w4a16.sequential" promise the bits of
+// kSequential, "mx.w4a8.fold32" and "qsrt.w4a8.sequential" those of
 // kSequentialW4A8; uniform draws of the latter are held against kStagedW4A8.
 // Classes that begin with these and go on leave the order of a block's sum
 // open: they promise the tolerance against kStaged and kStagedW4A8. Of an

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "compiler/base/check.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/spec/json_reader.h"
@@ -92,10 +93,21 @@ bool IsTrellisMx(const JsonNode& weights) {
   return Says(weights, "format", WeightFormatName(WeightFormat::kTrellisMx));
 }
 
+bool IsQsrt(const JsonNode& weights) {
+  return Says(weights, "format", WeightFormatName(WeightFormat::kQsrt));
+}
+
 absl::StatusOr<Codebook> ParseCodebook(const ObjectReader& reader) {
   return reader.Word<Codebook>("codebook", {{"3inst", Codebook::k3Inst},
                                             {"mcg", Codebook::kMcg},
                                             {"mul1", Codebook::kMul1}});
+}
+
+// Each expert has scales of its own unless "scales" says otherwise.
+absl::StatusOr<bool> ParseSharedScales(const ObjectReader& weights) {
+  if (weights.Optional("scales") == nullptr) return false;
+  return weights.Word<bool>("scales",
+                            {{"per_expert", false}, {"shared", true}});
 }
 
 absl::StatusOr<Weights> ParseMoeExl3(absl::string_view file,
@@ -105,14 +117,11 @@ absl::StatusOr<Weights> ParseMoeExl3(absl::string_view file,
   ASSIGN_OR_RETURN(weights.format,
                    reader.Word<WeightFormat>(
                        "format", {{"exl3", WeightFormat::kExl3},
-                                  {"trellis_mx", WeightFormat::kTrellisMx}}));
+                                  {"trellis_mx", WeightFormat::kTrellisMx},
+                                  {"qsrt", WeightFormat::kQsrt}}));
   ASSIGN_OR_RETURN(weights.codebook, ParseCodebook(reader));
   ASSIGN_OR_RETURN(weights.bits, ParseBits(file, reader));
-  if (reader.Optional("scales") != nullptr) {
-    ASSIGN_OR_RETURN(
-        weights.shared_scales,
-        reader.Word<bool>("scales", {{"per_expert", false}, {"shared", true}}));
-  }
+  ASSIGN_OR_RETURN(weights.shared_scales, ParseSharedScales(reader));
   return weights;
 }
 
@@ -140,6 +149,28 @@ absl::Status ParseTrellisMx(const ObjectReader& request,
     return request.Refuse("hidden", *request.Optional("hidden"),
                           "must be a multiple of 512 (the coupled Hadamard "
                           "block of trellis_mx)");
+  }
+  return absl::OkStatus();
+}
+
+// Channels of one part of a QSRT layer: a pair of records.
+constexpr int64_t kQsrtIntermediate = 256;
+
+// The same of qsrt.
+absl::Status ParseQsrt(const ObjectReader& request, const ObjectReader& reader,
+                       RequestGeometry* out) {
+  RETURN_IF_ERROR(reader.CheckKeys({"format", "pairs", "scales"}));
+  out->weights.format = WeightFormat::kQsrt;
+  ASSIGN_OR_RETURN(
+      out->qsrt.pairs,
+      reader.Word<PairKinds>("pairs", {{"p24_p33", PairKinds::kP24P33},
+                                       {"p33_p43", PairKinds::kP33P43}}));
+  ASSIGN_OR_RETURN(out->weights.shared_scales, ParseSharedScales(reader));
+  if (out->intermediate != kQsrtIntermediate) {
+    return request.Refuse(
+        "intermediate", *request.Optional("intermediate"),
+        "must be 256 (one pair of records of qsrt; a layer with more channels "
+        "is several parts, whose outputs add up)");
   }
   return absl::OkStatus();
 }
@@ -218,9 +249,16 @@ absl::Status ParseFusedMoe(absl::string_view file, const ObjectReader& reader,
         absl::StrCat("\"top_k\" is ", geometry.top_k,
                      ", must be at most \"experts\" (", geometry.experts, ")"));
   }
+  const JsonNode* found = reader.Optional("weights");
+  const bool is_qsrt = found != nullptr && IsQsrt(*found);
   ASSIGN_OR_RETURN(
       geometry.activation,
-      reader.Word<Activation>("activation", {{"silu", Activation::kSilu}}));
+      is_qsrt ? reader.Word<Activation>(
+                    "activation", {{"silu", Activation::kSilu},
+                                   {"situ", Activation::kSitu},
+                                   {"per_expert", Activation::kPerExpert}})
+              : reader.Word<Activation>("activation",
+                                        {{"silu", Activation::kSilu}}));
   ASSIGN_OR_RETURN(geometry.io_dtype, ParseIoDType(reader));
   ASSIGN_OR_RETURN(geometry.id_dtype,
                    reader.Word<DType>("id_dtype", {{"i32", DType::kI32},
@@ -229,12 +267,20 @@ absl::Status ParseFusedMoe(absl::string_view file, const ObjectReader& reader,
                    reader.Required("weights", JsonNode::Kind::kObject));
   const ObjectReader weights(file, *node, "\"weights\"");
   if (IsTrellisMx(*node)) return ParseTrellisMx(reader, weights, &geometry);
+  if (is_qsrt) return ParseQsrt(reader, weights, &geometry);
   ASSIGN_OR_RETURN(geometry.weights, ParseMoeExl3(file, weights));
   return absl::OkStatus();
 }
 
-// The limit of the small-M arm. An interval with tokens on both sides of it
-// would have no plan: one plan has one arm.
+// True where no interval has tokens on both sides of a limit: one plan has one
+// arm.
+bool IsLimit(uint32_t tokens, const std::vector<uint32_t>& capacities) {
+  return tokens >= capacities.back() ||
+         std::find(capacities.begin(), capacities.end(), tokens) !=
+             capacities.end();
+}
+
+// The limit of TrellisMX's small-M arm.
 absl::StatusOr<uint32_t> ParseSmallMTokens(
     const ObjectReader& reader, const std::vector<uint32_t>& capacities) {
   constexpr absl::string_view kKey = "smallm_max_tokens";
@@ -244,11 +290,7 @@ absl::StatusOr<uint32_t> ParseSmallMTokens(
     ASSIGN_OR_RETURN(limit, reader.Integer(kKey, 0, kCapacityMax));
   }
   const auto tokens = static_cast<uint32_t>(limit);
-  if (tokens == 0 || tokens >= capacities.back() ||
-      std::find(capacities.begin(), capacities.end(), tokens) !=
-          capacities.end()) {
-    return tokens;
-  }
+  if (tokens == 0 || IsLimit(tokens, capacities)) return tokens;
   constexpr absl::string_view kRule =
       "must be one of \"capacities\", 0 (never), or at least the largest, so "
       "that no interval has tokens on both sides of it";
@@ -256,6 +298,42 @@ absl::StatusOr<uint32_t> ParseSmallMTokens(
   return reader.Error(
       *reader.Optional("capacities"),
       absl::StrCat("\"", kKey, "\" is ", tokens, ", its default; it ", kRule));
+}
+
+// The limit of QSRT's 8-bit arm, which only recipe w4a8 has.
+absl::StatusOr<uint32_t> ParseDecodeTokens(
+    const ObjectReader& reader, Recipe recipe,
+    const std::vector<uint32_t>& capacities) {
+  constexpr absl::string_view kKey = "decode_max_tokens";
+  const JsonNode* node = reader.Optional(kKey);
+  if (recipe != Recipe::kW4A8) {
+    if (node == nullptr) return 0;
+    return reader.Refuse(kKey, *node,
+                         "must not be there: recipe w4a16 has 16-bit "
+                         "activations for all token counts");
+  }
+  ASSIGN_OR_RETURN(const int64_t limit, reader.Integer(kKey, 1, kCapacityMax));
+  const auto tokens = static_cast<uint32_t>(limit);
+  if (IsLimit(tokens, capacities)) return tokens;
+  return reader.Refuse(kKey, *node,
+                       "must be one of \"capacities\" or at least the largest, "
+                       "so that no interval has tokens on both sides of it");
+}
+
+// The recipes of a format. 8-bit activations need weights of E4M3 values.
+absl::StatusOr<Recipe> ParseRecipe(const ObjectReader& reader,
+                                   WeightFormat format) {
+  const std::pair<absl::string_view, Recipe> w4a16 = {"w4a16", Recipe::kW4A16};
+  const std::pair<absl::string_view, Recipe> w4a8 = {"w4a8", Recipe::kW4A8};
+  switch (format) {
+    case WeightFormat::kExl3:
+      return reader.Word<Recipe>("recipe", {w4a16});
+    case WeightFormat::kTrellisMx:
+      return reader.Word<Recipe>("recipe", {w4a8});
+    case WeightFormat::kQsrt:
+      return reader.Word<Recipe>("recipe", {w4a16, w4a8});
+  }
+  KILN_UNREACHABLE();
 }
 
 // The same of linear.
@@ -299,6 +377,12 @@ absl::Status CheckRequestKeys(const ObjectReader& reader) {
          "activation", "io_dtype", "id_dtype", "weights", "recipe",
          "smallm_max_tokens", "capacities", "deterministic"});
   }
+  if (weights != nullptr && IsQsrt(*weights)) {
+    return reader.CheckKeys(
+        {"name", "op", "layers", "hidden", "intermediate", "experts", "top_k",
+         "activation", "io_dtype", "id_dtype", "weights", "recipe",
+         "decode_max_tokens", "capacities", "deterministic"});
+  }
   return reader.CheckKeys({"name", "op", "layers", "hidden", "intermediate",
                            "experts", "top_k", "activation", "io_dtype",
                            "id_dtype", "weights", "recipe", "capacities",
@@ -319,16 +403,17 @@ absl::StatusOr<Request> ParseRequest(absl::string_view file,
   RETURN_IF_ERROR(geometry.op == Op::kLinear
                       ? ParseLinear(file, reader, &geometry)
                       : ParseFusedMoe(file, reader, &geometry));
-  const bool is_mx = geometry.weights.format == WeightFormat::kTrellisMx;
-  // 8-bit activations need weights of E4M3 values.
-  const std::pair<absl::string_view, Recipe> recipe =
-      is_mx ? std::pair<absl::string_view, Recipe>{"w4a8", Recipe::kW4A8}
-            : std::pair<absl::string_view, Recipe>{"w4a16", Recipe::kW4A16};
-  ASSIGN_OR_RETURN(geometry.recipe, reader.Word<Recipe>("recipe", {recipe}));
+  const WeightFormat format = geometry.weights.format;
+  ASSIGN_OR_RETURN(geometry.recipe, ParseRecipe(reader, format));
   ASSIGN_OR_RETURN(request.capacities, ParseCapacities(reader));
-  if (is_mx) {
+  if (format == WeightFormat::kTrellisMx) {
     ASSIGN_OR_RETURN(geometry.mx.smallm_max_tokens,
                      ParseSmallMTokens(reader, request.capacities));
+  }
+  if (format == WeightFormat::kQsrt) {
+    ASSIGN_OR_RETURN(
+        geometry.qsrt.decode_max_tokens,
+        ParseDecodeTokens(reader, geometry.recipe, request.capacities));
   }
   if (reader.Optional("deterministic") != nullptr) {
     ASSIGN_OR_RETURN(geometry.deterministic, reader.Bool("deterministic"));
@@ -341,6 +426,10 @@ Json Exl3ToJson(const Weights& weights) {
           {"codebook", std::string(CodebookName(weights.codebook))}};
 }
 
+std::string ScalesName(const Weights& weights) {
+  return weights.shared_scales ? "shared" : "per_expert";
+}
+
 Json MoeWeightsToJson(const RequestGeometry& geometry) {
   const Weights& weights = geometry.weights;
   if (weights.format == WeightFormat::kTrellisMx) {
@@ -348,11 +437,16 @@ Json MoeWeightsToJson(const RequestGeometry& geometry) {
             {"bits", weights.bits.gate},
             {"limit", geometry.mx.limit}};
   }
+  if (weights.format == WeightFormat::kQsrt) {
+    return {{"format", std::string(WeightFormatName(weights.format))},
+            {"pairs", std::string(PairKindsName(geometry.qsrt.pairs))},
+            {"scales", ScalesName(weights)}};
+  }
   Json out = Exl3ToJson(weights);
   out["bits"] = {{"gate", weights.bits.gate},
                  {"up", weights.bits.up},
                  {"down", weights.bits.down}};
-  out["scales"] = weights.shared_scales ? "shared" : "per_expert";
+  out["scales"] = ScalesName(weights);
   return out;
 }
 
@@ -446,6 +540,10 @@ std::string ManifestToJson(const Manifest& manifest) {
     out["recipe"] = std::string(RecipeName(geometry.recipe));
     if (geometry.weights.format == WeightFormat::kTrellisMx) {
       out["smallm_max_tokens"] = geometry.mx.smallm_max_tokens;
+    }
+    if (geometry.weights.format == WeightFormat::kQsrt &&
+        geometry.recipe == Recipe::kW4A8) {
+      out["decode_max_tokens"] = geometry.qsrt.decode_max_tokens;
     }
     out["capacities"] = request.capacities;
     out["deterministic"] = geometry.deterministic;

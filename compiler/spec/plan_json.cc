@@ -208,6 +208,11 @@ Json GeometryToJson(const RequestGeometry& geometry) {
       out["limit"] = geometry.mx.limit;
       out["smallm_max_tokens"] = geometry.mx.smallm_max_tokens;
       break;
+    case WeightFormat::kQsrt:
+      out["pairs"] = Str(PairKindsName(geometry.qsrt.pairs));
+      out["shared_scales"] = weights.shared_scales;
+      out["decode_max_tokens"] = geometry.qsrt.decode_max_tokens;
+      break;
   }
   out["recipe"] = Str(RecipeName(geometry.recipe));
   out["deterministic"] = geometry.deterministic;
@@ -225,14 +230,17 @@ void FusedMoeFromJson(Fields* fields, RequestGeometry* out) {
   out->intermediate = fields->Integer<int64_t>("intermediate");
   out->experts = fields->Integer<int64_t>("experts");
   out->top_k = fields->Integer<int64_t>("top_k");
-  out->activation = fields->Word<Activation>("activation", {Activation::kSilu},
-                                             ActivationName);
+  out->activation = fields->Word<Activation>(
+      "activation",
+      {Activation::kSilu, Activation::kSitu, Activation::kPerExpert},
+      ActivationName);
   out->id_dtype =
       fields->Word<DType>("id_dtype", {DType::kI32, DType::kI64}, DTypeName);
   Weights& weights = out->weights;
   Bits& bits = weights.bits;
   weights.format = fields->Word<WeightFormat>(
-      "format", {WeightFormat::kExl3, WeightFormat::kTrellisMx},
+      "format",
+      {WeightFormat::kExl3, WeightFormat::kTrellisMx, WeightFormat::kQsrt},
       WeightFormatName);
   switch (weights.format) {
     case WeightFormat::kExl3:
@@ -247,6 +255,13 @@ void FusedMoeFromJson(Fields* fields, RequestGeometry* out) {
       out->mx.limit = fields->Text("limit");
       out->mx.smallm_max_tokens =
           fields->Integer<uint32_t>("smallm_max_tokens");
+      break;
+    case WeightFormat::kQsrt:
+      out->qsrt.pairs = fields->Word<PairKinds>(
+          "pairs", {PairKinds::kP24P33, PairKinds::kP33P43}, PairKindsName);
+      weights.shared_scales = fields->Flag("shared_scales");
+      out->qsrt.decode_max_tokens =
+          fields->Integer<uint32_t>("decode_max_tokens");
       break;
   }
 }

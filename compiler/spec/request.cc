@@ -21,6 +21,10 @@ absl::string_view ActivationName(Activation activation) {
   switch (activation) {
     case Activation::kSilu:
       return "silu";
+    case Activation::kSitu:
+      return "situ";
+    case Activation::kPerExpert:
+      return "per_expert";
   }
   KILN_UNREACHABLE();
 }
@@ -31,6 +35,8 @@ absl::string_view WeightFormatName(WeightFormat format) {
       return "exl3";
     case WeightFormat::kTrellisMx:
       return "trellis_mx";
+    case WeightFormat::kQsrt:
+      return "qsrt";
   }
   KILN_UNREACHABLE();
 }
@@ -53,6 +59,16 @@ absl::string_view RecipeName(Recipe recipe) {
       return "w4a16";
     case Recipe::kW4A8:
       return "w4a8";
+  }
+  KILN_UNREACHABLE();
+}
+
+absl::string_view PairKindsName(PairKinds pairs) {
+  switch (pairs) {
+    case PairKinds::kP24P33:
+      return "p24_p33";
+    case PairKinds::kP33P43:
+      return "p33_p43";
   }
   KILN_UNREACHABLE();
 }
@@ -93,6 +109,11 @@ void EncodeWeights(const RequestGeometry& geometry, CanonicalEncoder* encoder) {
           .Text("limit", geometry.mx.limit)
           .Number("smallm_max_tokens", geometry.mx.smallm_max_tokens);
       return;
+    case WeightFormat::kQsrt:
+      encoder->Text("pairs", PairKindsName(geometry.qsrt.pairs))
+          .Flag("shared_scales", weights.shared_scales)
+          .Number("decode_max_tokens", geometry.qsrt.decode_max_tokens);
+      return;
   }
   KILN_UNREACHABLE();
 }
@@ -131,6 +152,42 @@ std::string LinearToString(const RequestGeometry& geometry) {
                       geometry.deterministic ? " deterministic" : "");
 }
 
+// What a format adds to a request's line behind its own name, the activation
+// and the recipe.
+struct WeightTexts {
+  std::string weights;
+  std::string activation;
+  std::string recipe;
+};
+
+WeightTexts WeightTextsOf(const RequestGeometry& geometry) {
+  const Weights& weights = geometry.weights;
+  const Bits& bits = weights.bits;
+  const std::string rate =
+      bits.gate == bits.up && bits.up == bits.down
+          ? absl::StrCat(" K", bits.gate)
+          : absl::StrCat(" K", bits.gate, "/", bits.up, "/", bits.down);
+  WeightTexts texts;
+  switch (weights.format) {
+    case WeightFormat::kExl3:
+      texts.weights = absl::StrCat("-", CodebookName(weights.codebook), rate);
+      return texts;
+    case WeightFormat::kTrellisMx:
+      texts.weights = rate;
+      texts.activation = absl::StrCat(" limit ", geometry.mx.limit);
+      texts.recipe = absl::StrCat(" small-m ", geometry.mx.smallm_max_tokens);
+      return texts;
+    case WeightFormat::kQsrt:
+      texts.weights = absl::StrCat(" ", PairKindsName(geometry.qsrt.pairs));
+      if (geometry.recipe == Recipe::kW4A8) {
+        texts.recipe =
+            absl::StrCat(" decode ", geometry.qsrt.decode_max_tokens);
+      }
+      return texts;
+  }
+  KILN_UNREACHABLE();
+}
+
 }  // namespace
 
 void RequestGeometry::Encode(CanonicalEncoder* encoder) const {
@@ -150,20 +207,12 @@ void RequestGeometry::Encode(CanonicalEncoder* encoder) const {
 
 std::string RequestGeometry::ToString() const {
   if (op == Op::kLinear) return LinearToString(*this);
-  const Bits& bits = weights.bits;
-  const bool is_mx = weights.format == WeightFormat::kTrellisMx;
-  const std::string rate =
-      bits.gate == bits.up && bits.up == bits.down
-          ? absl::StrCat("K", bits.gate)
-          : absl::StrCat("K", bits.gate, "/", bits.up, "/", bits.down);
+  const WeightTexts texts = WeightTextsOf(*this);
   return absl::StrCat(
       OpName(op), " H", hidden, " I", intermediate, " E", experts, " k", top_k,
-      " ", WeightFormatName(weights.format), is_mx ? "" : "-",
-      is_mx ? "" : CodebookName(weights.codebook), " ", rate, " ",
-      ActivationName(activation), is_mx ? " limit " : "", mx.limit, " ",
-      RecipeName(recipe), " ",
-      is_mx ? absl::StrCat("small-m ", mx.smallm_max_tokens, " ") : "",
-      DTypeName(io_dtype), " ", DTypeName(id_dtype),
+      " ", WeightFormatName(weights.format), texts.weights, " ",
+      ActivationName(activation), texts.activation, " ", RecipeName(recipe),
+      texts.recipe, " ", DTypeName(io_dtype), " ", DTypeName(id_dtype),
       weights.shared_scales ? " shared scales" : "",
       deterministic ? " deterministic" : "");
 }

@@ -16,18 +16,23 @@
 namespace kiln {
 
 enum class Op { kFusedMoe, kLinear };
-enum class Activation { kSilu };
-enum class WeightFormat { kExl3, kTrellisMx };
+enum class Activation { kSilu, kSitu, kPerExpert };
+enum class WeightFormat { kExl3, kTrellisMx, kQsrt };
 enum class Codebook { k3Inst, kMcg, kMul1 };
 enum class Recipe { kW4A16, kW4A8 };
+// Which two kinds of pairs the experts of a qsrt layer have. PAB: the low 128
+// channels have A bits per weight, the high 128 B.
+enum class PairKinds { kP24P33, kP33P43 };
 
-// The spellings of the manifest: "fused_moe", "linear", "silu", "exl3",
-// "trellis_mx", "3inst", "mcg", "mul1", "w4a16", "w4a8".
+// The spellings of the manifest: "fused_moe", "linear", "silu", "situ",
+// "per_expert", "exl3", "trellis_mx", "qsrt", "3inst", "mcg", "mul1", "w4a16",
+// "w4a8", "p24_p33", "p33_p43".
 absl::string_view OpName(Op op);
 absl::string_view ActivationName(Activation activation);
 absl::string_view WeightFormatName(WeightFormat format);
 absl::string_view CodebookName(Codebook codebook);
 absl::string_view RecipeName(Recipe recipe);
+absl::string_view PairKindsName(PairKinds pairs);
 
 // Bits per weight of the three projections, each 1..8.
 struct Bits {
@@ -40,9 +45,9 @@ struct Bits {
 struct Weights {
   WeightFormat format = WeightFormat::kExl3;
   Codebook codebook = Codebook::kMcg;  // of exl3
-  Bits bits;                           // of trellis_mx: equal, each 2..5
-  // Of exl3: true when gate_suh, up_suh and down_svh are one [1][H] row for all
-  // experts; false when each expert has its own ([E][H]).
+  Bits bits;  // of trellis_mx: equal, each 2..5; of qsrt: 0
+  // Of exl3 and qsrt: true when gate_suh, up_suh and down_svh are one [1][H]
+  // row for all experts; false when each expert has its own ([E][H]).
   bool shared_scales = false;
   auto operator<=>(const Weights&) const = default;
 };
@@ -68,6 +73,17 @@ struct TrellisMx {
   auto operator<=>(const TrellisMx&) const = default;
 };
 
+// The same over QSRT weights: experts of the codebook sqg_e4m3, each one pair
+// of records of 128 intermediate channels, whose rates each expert has of its
+// own.
+struct Qsrt {
+  PairKinds pairs = PairKinds::kP24P33;
+  // Of w4a8: up to this many tokens activations are MXFP8, above it binary16.
+  // No interval has tokens on both sides. 0 for w4a16.
+  uint32_t decode_max_tokens = 0;
+  auto operator<=>(const Qsrt&) const = default;
+};
+
 // True for a limit of TrellisMx: a positive decimal without exponent or
 // needless zeros, or "inf".
 bool IsClampLimit(absl::string_view text);
@@ -87,7 +103,7 @@ struct RequestGeometry {
   Op op = Op::kFusedMoe;
   // Of fused_moe.
   int64_t hidden = 0;        // H, multiple of 128; of 512 for trellis_mx
-  int64_t intermediate = 0;  // I, multiple of 128
+  int64_t intermediate = 0;  // I, multiple of 128; 256 for qsrt
   int64_t experts = 0;       // E
   int64_t top_k = 0;
   Activation activation = Activation::kSilu;
@@ -101,6 +117,7 @@ struct RequestGeometry {
   bool deterministic = false;
   LinearShape linear;  // of linear
   TrellisMx mx;        // of fused_moe over weights of trellis_mx
+  Qsrt qsrt;           // of fused_moe over weights of qsrt
 
   auto operator<=>(const RequestGeometry&) const = default;
 
@@ -110,7 +127,9 @@ struct RequestGeometry {
   // One line for people, for example
   // "fused_moe H2048 I768 E128 k8 exl3-mcg K4 silu w4a16 bf16 i32",
   // "fused_moe H4096 I512 E288 k8 trellis_mx K4 silu limit 10 w4a8 small-m 16
-  // bf16 i32" or "linear [4096, 1024] exl3-mcg K4 w4a16 bf16 bias".
+  // bf16 i32", "fused_moe H3584 I256 E896 k16 qsrt p24_p33 situ w4a8 decode 8
+  // bf16 i32 shared scales" or "linear [4096, 1024] exl3-mcg K4 w4a16 bf16
+  // bias".
   std::string ToString() const;
 };
 

@@ -18,8 +18,10 @@
 #include "templates/formats/checkpoint.h"
 #include "templates/formats/dense_layers.h"
 #include "templates/formats/exl3.h"
+#include "templates/formats/pair_layer.h"
 #include "templates/formats/qsrt_layer.h"
 #include "templates/formats/routed_experts.h"
+#include "templates/fused_moe/trellis_matrix.h"
 
 namespace kiln {
 namespace {
@@ -253,12 +255,15 @@ absl::StatusOr<std::vector<Request>> DescribeBtx(const std::string& folder,
   RequestGeometry geometry;
   for (int64_t rank = 0; rank < ranks; ++rank) {
     const auto served = [&]() -> absl::StatusOr<RequestGeometry> {
-      if (manifest.pairs()) return PairsAreNotServed();
       ASSIGN_OR_RETURN(const TrellisExtent extent,
                        ExtentOfRank(manifest.intermediate, rank, ranks));
       ASSIGN_OR_RETURN(const TrellisLayout layout,
                        BtxLayoutOf(manifest, extent));
-      return ServedGeometry(layout);
+      if (!manifest.pairs()) return ServedGeometry(layout);
+      ASSIGN_OR_RETURN(const PairArm arm, PairArmOf(manifest.pair_kinds));
+      return ServedPairGeometry(layout, arm == PairArm::kPools
+                                            ? PairKinds::kP33P43
+                                            : PairKinds::kP24P33);
     }();
     if (!served.ok()) {
       return Annotate(served.status(),
@@ -282,12 +287,17 @@ absl::StatusOr<std::vector<Request>> DescribeBtx(const std::string& folder,
   return std::vector<Request>{request};
 }
 
-// Understood, and never served: says why, by the first layer.
+// Understood, and served, but such a folder does not say what a request needs.
 absl::Status RefuseQsrt(const std::string& folder, int64_t first_layer) {
   ASSIGN_OR_RETURN(const QsrtLayer layer, QsrtLayer::Open(folder, first_layer));
-  return Annotate(
-      PairsAreNotServed(),
-      absl::StrCat(layer.path(), ": tensor \"_qsrt_format_section\""));
+  return absl::FailedPreconditionError(absl::StrCat(
+      layer.path(), ": is QSRT, whose files name neither top_k, nor the ",
+      "activation, nor the type of x; write the request of its ",
+      layer.intermediate() / kPairChannels, " parts by hand, with \"hidden\" ",
+      layer.hidden(), ", \"intermediate\" ", kPairChannels,
+      ", and weights of the format \"qsrt\" with \"pairs\" \"p24_p33\"; "
+      "kiln prepare writes a part's native tensors and prints how many experts "
+      "it has and whether they share scales"));
 }
 
 absl::StatusOr<std::vector<Request>> DescribeLayers(const std::string& folder,

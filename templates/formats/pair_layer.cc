@@ -54,9 +54,11 @@ absl::Status CheckPairExtent(const TrellisExtent& extent,
 }
 
 std::vector<int32_t> PairModes(std::span<const uint8_t> rates) {
-  KILN_CHECK(AreAll(rates, kP33, kP24));
   std::vector<int32_t> modes;
-  for (const uint8_t rate : rates) modes.push_back(rate == kP24 ? 1 : 0);
+  for (const uint8_t rate : rates) {
+    KILN_CHECK(rate == kP33 || rate == kP24 || rate == kP43);
+    modes.push_back(rate == kP33 ? 0 : 1);
+  }
   return modes;
 }
 

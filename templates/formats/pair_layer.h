@@ -29,8 +29,8 @@ absl::Status CheckPairKinds(std::span<const uint8_t> kinds);
 // One part holds the 256 channels of one pair.
 absl::Status CheckPairExtent(const TrellisExtent& extent, int64_t intermediate);
 
-// Per expert: 0 for P33, 1 for P24.
-//   rates: only these two kinds.
+// Per expert: 0 for P33, 1 for the other kind.
+//   rates: P33, P24 and P43 only.
 std::vector<int32_t> PairModes(std::span<const uint8_t> rates);
 
 // Per expert: offset << 1 | (1 for P43), where the offset counts 32-bit words

@@ -1,6 +1,7 @@
 #include "templates/formats/prepare.h"
 
 #include <algorithm>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
@@ -21,6 +22,7 @@
 #include "templates/formats/dense_layers.h"
 #include "templates/formats/describe.h"
 #include "templates/formats/linear_source.h"
+#include "templates/formats/pair_layer.h"
 #include "templates/formats/qsrt_layer.h"
 #include "templates/formats/trellis_source.h"
 
@@ -115,6 +117,21 @@ struct PreparedTensor {
   std::function<absl::Status(const PieceSink&)> stream;
 };
 
+// The modes that the op takes, i32 [E], of these rates.
+PreparedTensor ModesTensor(absl::string_view name,
+                           const std::vector<uint8_t>& rates) {
+  const std::vector<int32_t> modes = PairModes(rates);
+  std::vector<uint8_t> bytes(modes.size() * sizeof(int32_t));
+  std::memcpy(bytes.data(), modes.data(), bytes.size());
+  SafetensorsTensor tensor;
+  tensor.name = name;
+  tensor.type = StoredType::kI32;
+  tensor.rank = 1;
+  tensor.dims = {modes.size()};
+  tensor.end = bytes.size();
+  return {tensor, [bytes](const PieceSink& sink) { return sink(bytes); }};
+}
+
 // Writes head and tensors to `path`; returns the bytes of the file, which are
 // known before the first is written.
 absl::StatusOr<uint64_t> WritePrepared(
@@ -185,6 +202,8 @@ absl::StatusOr<PreparedLayer> PrepareExperts(const OpenedLayer& opened,
           {RatesTensor(name, *rates),
            [&bytes = *rates](const auto& sink) { return sink(bytes); }});
     }
+    tensors.push_back(ModesTensor("modes_fc1", layout.rates_fc1));
+    tensors.push_back(ModesTensor("modes_fc2", layout.rates_fc2));
   }
   ASSIGN_OR_RETURN(prepared.bytes,
                    WritePrepared(prepared.path, tensors, metadata));

@@ -36,11 +36,12 @@ struct PreparedLayer {
 // layer-00003-rank-0-of-2.safetensors, and creates the folder. The tensors have
 // the names and shapes of the op's weight slots; metadata says layer, rank,
 // codebook and, where config.json gives it, top_k. A layer of pair rates also
-// has its rate bytes, rates_fc1 and rates_fc2; its ranks are its parts of 256
-// channels. Of a dense model, the file has the slots of each matrix (see
-// linear_source.h) behind the name of its projection, "self_attn.q_proj.w", and
-// metadata says the codebooks, "self_attn.q_proj.codebook"; the head is in the
-// file of the layer behind the last. Readers see no file or the whole one.
+// has its rate bytes, rates_fc1 and rates_fc2, and the modes of op_qsrt.h,
+// modes_fc1 and modes_fc2; its ranks are its parts of 256 channels. Of a dense
+// model, the file has the slots of each matrix (see linear_source.h) behind the
+// name of its projection, "self_attn.q_proj.w", and metadata says the
+// codebooks, "self_attn.q_proj.codebook"; the head is in the file of the layer
+// behind the last. Readers see no file or the whole one.
 //   folder: a BTX or QSRT checkpoint, or else an EXL3 one with a config.json.
 //   Errors: those of reading the checkpoint, each with a path; InvalidArgument
 //   for a layer without routed experts, or that a dense model does not have;

@@ -3,6 +3,7 @@
 #include <set>
 
 #include "absl/strings/str_cat.h"
+#include "compiler/base/check.h"
 
 namespace kiln {
 
@@ -41,12 +42,26 @@ absl::Status NotServed(absl::string_view what) {
 
 }  // namespace
 
-absl::Status PairsAreNotServed() {
-  return NotServed("a pair of rates for each expert");
+absl::StatusOr<RequestGeometry> ServedPairGeometry(const TrellisLayout& layout,
+                                                   PairKinds pairs) {
+  if (layout.coupled) return NotServed("a coupled Hadamard transform");
+  if (layout.codebook != TrellisCodebook::kSqgE4m3) {
+    return NotServed(
+        absl::StrCat("a pair of rates for each expert and the codebook ",
+                     layout.codebook.name()));
+  }
+  RequestGeometry geometry;
+  geometry.hidden = layout.hidden;
+  geometry.intermediate = layout.intermediate;
+  geometry.experts = layout.experts;
+  geometry.weights.format = WeightFormat::kQsrt;
+  geometry.weights.shared_scales = layout.shared_scales;
+  geometry.qsrt.pairs = pairs;
+  return geometry;
 }
 
 absl::StatusOr<RequestGeometry> ServedGeometry(const TrellisLayout& layout) {
-  if (layout.pairs()) return PairsAreNotServed();
+  KILN_CHECK(!layout.pairs());
   if (layout.coupled) return NotServed("a coupled Hadamard transform");
   if (!layout.codebook.request().has_value()) {
     return NotServed(absl::StrCat("the codebook ", layout.codebook.name()));

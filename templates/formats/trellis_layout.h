@@ -39,14 +39,16 @@ struct TrellisLayout {
 // "P33" of rate byte 0x33.
 std::string PairKindName(uint8_t rate_byte);
 
-// FailedPrecondition: no template of this build serves layers of pair rates.
-absl::Status PairsAreNotServed();
-
-// The geometry of a request for the layer; what a container does not know
-// (top_k, io_dtype) is left at its default.
+// The geometry of a request for the layer, which has no pair rates; what a
+// container does not know (top_k, io_dtype) is left at its default.
 //   Errors: FailedPrecondition with the first reason why no template of this
 //   build serves such a layer.
 absl::StatusOr<RequestGeometry> ServedGeometry(const TrellisLayout& layout);
+
+// The same of one part of a layer of pair rates.
+//   pairs: which kinds its experts have.
+absl::StatusOr<RequestGeometry> ServedPairGeometry(const TrellisLayout& layout,
+                                                   PairKinds pairs);
 
 }  // namespace kiln
 

@@ -12,6 +12,7 @@
 #include "device/half.h"
 #include "templates/formats/mxfp8.h"
 #include "templates/fused_moe/parallel_for.h"
+#include "templates/fused_moe/situ.h"
 
 namespace kiln {
 namespace {
@@ -243,6 +244,16 @@ class Evaluation {
     return plan_.groups[static_cast<size_t>(g)];
   }
 
+  bool IsSequential() const {
+    return mode_ == ReferenceMode::kSequential ||
+           mode_ == ReferenceMode::kSequentialW4A8;
+  }
+
+  bool IsW4A8() const {
+    return mode_ == ReferenceMode::kStagedW4A8 ||
+           mode_ == ReferenceMode::kSequentialW4A8;
+  }
+
   int64_t ScaleRow(const Group& g) const {
     return p_.shared_scales ? 0 : g.expert;
   }
@@ -253,7 +264,7 @@ class Evaluation {
   // An operand of a matrix product, as the recipe stores it.
   void RoundOperand(double* v, int64_t count) const {
     for (int64_t c = 0; c < count; ++c) v[c] = Round16(v[c]);
-    if (mode_ != ReferenceMode::kStagedW4A8) return;
+    if (!IsW4A8()) return;
     constexpr auto kSize = static_cast<int64_t>(kMxfp8Block);
     for (int64_t c = 0; c < count; c += kSize) {
       std::array<float, kMxfp8Block> block;
@@ -290,18 +301,20 @@ class Evaluation {
 
   void Multiply(const TrellisMatrix& w, int64_t block, const double* x,
                 int64_t count, double* y) const {
-    if (mode_ == ReferenceMode::kSequential) {
+    if (IsSequential()) {
       MultiplyTrellisBlock<float>(w, block, x, count, y);
     } else {
       MultiplyTrellisBlock<double>(w, block, x, count, y);
     }
   }
 
-  double Activated(const Group& g, double gate, double up) const {
-    const MoeActivation activation = ActivationOf(g);
-    if (mode_ == ReferenceMode::kSequential &&
-        activation == MoeActivation::kSilu) {
-      return kd::Silu(static_cast<float>(gate)) * static_cast<float>(up);
+  double Activated(const Group& group, double gate, double up) const {
+    const MoeActivation activation = ActivationOf(group);
+    if (IsSequential()) {
+      const auto g = static_cast<float>(gate);
+      const auto u = static_cast<float>(up);
+      return activation == MoeActivation::kSilu ? kd::Silu(g) * u
+                                                : kd::Situ(g, u);
     }
     return Round32(Activation(activation, gate, up));
   }
@@ -316,7 +329,7 @@ class Evaluation {
       for (int64_t c = 0; c < p_.hidden; ++c) row[c] = XOf(p_, token, c, mode_);
       if (p_.coupled) MixHidden(row);
       // A coupled layer of recipe w4a8 keeps binary32 here.
-      const bool wide = p_.coupled && mode_ == ReferenceMode::kStagedW4A8;
+      const bool wide = p_.coupled && IsW4A8();
       for (int64_t c = 0; c < p_.hidden; ++c) {
         const double v = row[c] * F16(suh, ScaleRow(g) * p_.hidden + c);
         row[c] = wide ? Round32(v) : Round16(v);
@@ -473,9 +486,9 @@ void FusedMoeReferenceRows(const FusedMoeProblem& problem,
                            std::span<const int64_t> rows, ReferenceMode mode,
                            double* out, int threads) {
   CheckProblem(problem);
-  KILN_CHECK(mode != ReferenceMode::kSequentialW4A8);
-  KILN_CHECK(mode != ReferenceMode::kStagedW4A8 ||
-             problem.codebook == TrellisCodebook::kSqgE4m3);
+  const bool is_w4a8 = mode == ReferenceMode::kStagedW4A8 ||
+                       mode == ReferenceMode::kSequentialW4A8;
+  KILN_CHECK(!is_w4a8 || problem.codebook == TrellisCodebook::kSqgE4m3);
   KILN_CHECK(threads >= 1);
   for (const int64_t row : rows) KILN_CHECK(row >= 0 && row < problem.tokens);
   Evaluation(problem, rows, mode).Run(threads, out);

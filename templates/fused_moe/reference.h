@@ -80,14 +80,15 @@ enum class ReferenceMode {
   // are taken in binary64 and rounded to binary32 once.
   kStaged,
   // As kStaged, but such sums run over ascending input channels in binary32
-  // with one fma per term, and the activation is device/activation.h on the
-  // CPU: bit for bit what templates/fused_moe/cpu.cc promises.
+  // with one fma per term, and the activation is device/activation.h or situ.h
+  // on the CPU: bit for bit what cpu.cc and qsrt_cpu.cc in
+  // templates/fused_moe promise.
   kSequential,
   // Those of recipe w4a8 (specification 4.6): the same, but both matrix
   // products read MXFP8 in blocks of 32. Only for the codebook sqg_e4m3, whose
   // values are E4M3 numbers.
   kStagedW4A8,
-  // As kStagedW4A8 with sums as in kSequential; of TrellisMX alone, see
+  // As kStagedW4A8 with sums as in kSequential; of TrellisMX as in
   // mx_reference.h.
   kSequentialW4A8,
 };

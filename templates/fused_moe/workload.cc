@@ -1,13 +1,11 @@
 #include "templates/fused_moe/workload.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
-#include <cstring>
 #include <utility>
 
 #include "compiler/base/check.h"
-#include "templates/device/hadamard.h"
+#include "templates/fused_moe/one_term.h"
 #include "templates/seeded_values.h"
 
 namespace kiln {
@@ -15,20 +13,6 @@ namespace {
 
 constexpr uint64_t kStreamWeights = 1;
 constexpr uint64_t kStreamScales = 2;
-
-// Gives the first Hadamard block of each row of both tables the same values, 1
-// or -1.
-void SetFirstBlocks(size_t hidden, std::string* gate, std::string* up) {
-  for (size_t row = 0; row < gate->size(); row += hidden * 2) {
-    for (size_t at = row; at < row + kd::kHadamardSize * 2; at += 2) {
-      uint16_t bits = 0;
-      std::memcpy(&bits, gate->data() + at, 2);
-      bits = (bits & 0x8000u) | 0x3C00u;
-      std::memcpy(gate->data() + at, &bits, 2);
-      std::memcpy(up->data() + at, &bits, 2);
-    }
-  }
-}
 
 }  // namespace
 
@@ -85,9 +69,9 @@ FusedMoeWorkload::FusedMoeWorkload(const RequestGeometry& geometry,
   };
   scales(FusedMoeParam::kGateSuh, 1);
   scales(FusedMoeParam::kUpSuh, 1);
-  SetFirstBlocks(static_cast<size_t>(geometry.hidden),
-                 &constants_[slot(FusedMoeParam::kGateSuh)],
-                 &constants_[slot(FusedMoeParam::kUpSuh)]);
+  SetOneTermScales(static_cast<size_t>(geometry.hidden),
+                   &constants_[slot(FusedMoeParam::kGateSuh)],
+                   &constants_[slot(FusedMoeParam::kUpSuh)]);
   scales(FusedMoeParam::kDownSvh, fc2);
   // [gate_svh | up_svh | down_suh] per expert: two magnitudes in one table.
   SplitMix64 random(
@@ -108,35 +92,14 @@ absl::string_view FusedMoeWorkload::Constant(size_t slot) const {
   return constants_[slot];
 }
 
-double FusedMoeWorkload::OneTermValue(const std::vector<int64_t>& ids,
-                                      uint32_t token, int64_t channel) const {
-  if (channel >= kd::kHadamardSize) return 0;
-  // Row r of the Hadamard matrix has the sign (-1)^popcount(r and c) in column
-  // c; it is rotated into channel r alone.
-  const uint32_t row = (token * 37 + 11) % kd::kHadamardSize;
-  const bool minus =
-      std::popcount(row & static_cast<uint32_t>(channel)) % 2 == 1;
-  const int64_t expert = *std::max_element(ids.begin(), ids.end());
-  const int64_t table = geometry().weights.shared_scales ? 0 : expert;
-  uint16_t scale = 0;
-  std::memcpy(&scale,
-              Constant(FusedMoeParam::kGateSuh).data() +
-                  (table * geometry().hidden + channel) * 2,
-              2);
-  // A power of two near sqrt(hidden / 128), so that gates are of order one.
-  const double size = std::exp2(
-      std::round(0.5 * std::log2(static_cast<double>(geometry().hidden) /
-                                 kd::kHadamardSize)));
-  return minus != (scale >> 15 != 0) ? -size : size;
-}
-
 FusedMoeWorkload::Tokens FusedMoeWorkload::MakeTokens(DrawKind kind,
                                                       uint32_t draw,
                                                       uint32_t tokens) const {
   return tokens_.Make(
       kind, draw, tokens,
       [this](const std::vector<int64_t>& ids, uint32_t token, int64_t channel) {
-        return OneTermValue(ids, token, channel);
+        return OneTermValue(geometry(), Constant(FusedMoeParam::kGateSuh), ids,
+                            token, channel);
       });
 }
 

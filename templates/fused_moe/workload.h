@@ -51,9 +51,6 @@ class FusedMoeWorkload : public OpWorkload {
                         uint32_t tokens) const override;
 
  private:
-  // Channel of x in a one-term draw; `ids` has one that is active.
-  double OneTermValue(const std::vector<int64_t>& ids, uint32_t token,
-                      int64_t channel) const;
   // The reference on tokens 0 .. max(rows) of a draw.
   std::vector<double> Evaluate(DrawKind kind, uint32_t draw,
                                const std::vector<int64_t>& rows, int threads,

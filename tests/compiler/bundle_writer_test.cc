@@ -412,6 +412,28 @@ TEST(BundleAttributesTest, GeometryOfTrellisMxComesBackFromItsFields) {
               ::kiln::testing::IsOkAndHolds(geometry));
 }
 
+TEST(BundleAttributesTest, GeometryOfQsrtComesBackFromItsFields) {
+  RequestGeometry geometry = TinyGeometry();
+  geometry.weights = Weights();
+  geometry.weights.format = WeightFormat::kQsrt;
+  geometry.weights.shared_scales = true;
+  geometry.activation = Activation::kPerExpert;
+  geometry.recipe = Recipe::kW4A8;
+  geometry.qsrt = {.pairs = PairKinds::kP33P43, .decode_max_tokens = 16};
+  EXPECT_THAT(GeometryFromAttributes(GeometryAttributes(geometry)),
+              ::kiln::testing::IsOkAndHolds(geometry));
+}
+
+// No kernel of exl3 has another activation than SiLU.
+TEST(BundleAttributesTest, AnActivationOfAnotherFormatIsRefused) {
+  RequestGeometry geometry = TinyGeometry();
+  geometry.activation = Activation::kSitu;
+  EXPECT_THAT(GeometryFromAttributes(GeometryAttributes(geometry)),
+              ::kiln::testing::StatusIs(
+                  absl::StatusCode::kInvalidArgument,
+                  ::testing::HasSubstr("geometry field activation is 'situ'")));
+}
+
 RequestGeometry LinearGeometry() {
   RequestGeometry geometry;
   geometry.op = Op::kLinear;

@@ -47,12 +47,23 @@ RequestGeometry FusedMoe() {
   return geometry;
 }
 
+RequestGeometry Qsrt() {
+  RequestGeometry geometry;
+  geometry.hidden = 256;
+  geometry.intermediate = 256;
+  geometry.experts = 8;
+  geometry.top_k = 3;
+  geometry.activation = Activation::kPerExpert;
+  geometry.weights.format = WeightFormat::kQsrt;
+  return geometry;
+}
+
 constexpr DrawKind kAll[] = {DrawKind::kUniform, DrawKind::kRagged,
                              DrawKind::kZipf,    DrawKind::kHot,
                              DrawKind::kExtreme, DrawKind::kOneTerm};
 
 std::vector<RequestGeometry> Geometries() {
-  return {FusedMoe(), Linear(), Linear(false, DType::kF16)};
+  return {FusedMoe(), Linear(), Linear(false, DType::kF16), Qsrt()};
 }
 
 TEST(OpContractTest, BuffersAgreeWithParametersAndWithTheWorkload) {

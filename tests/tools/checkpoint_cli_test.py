@@ -274,20 +274,31 @@ class ContainerCliTest(CliTest):
             self.assertEqual(self.prepared(0, rank),
                              "H128 I128 E4 mcg K3 shared scales")
 
-    def test_pairs_are_prepared_and_describe_says_that_none_serves_them(self):
+    def test_pairs_of_sqg_e4m3_are_prepared_and_described(self):
         write_btx(self.checkpoint, "sqg_e4m3", ["P33"])
         self.assertEqual(self.prepared(0),
                          "H128 I256 E4 sqg_e4m3 pairs P33 shared scales")
-        done = self.kiln("describe", self.checkpoint, code=4)
-        self.assertIn('tensor "rates_fc1": has a pair of rates for each expert; '
-                      "no template of this build serves it", done.stderr)
+        manifest = json.loads(self.kiln("describe", self.checkpoint).stdout)
+        self.assertEqual(manifest["requests"][0]["weights"],
+                         {"format": "qsrt", "pairs": "p24_p33",
+                          "scales": "shared"})
 
-    def test_a_qsrt_layer_is_prepared_and_describe_says_the_same(self):
+    def test_pairs_of_mcg_are_prepared_and_describe_says_that_none_serves_them(
+            self):
+        write_btx(self.checkpoint, "mcg", ["P33"])
+        self.assertEqual(self.prepared(0),
+                         "H128 I256 E4 mcg pairs P33 shared scales")
+        done = self.kiln("describe", self.checkpoint, code=4)
+        self.assertIn('tensor "rates_fc1": has a pair of rates for each expert '
+                      "and the codebook mcg; no template of this build serves "
+                      "it", done.stderr)
+
+    def test_a_qsrt_layer_is_prepared_and_describe_says_what_is_not_in_it(self):
         write_qsrt(self.checkpoint)
         self.assertEqual(self.prepared(7),
                          "H128 I256 E4 sqg_e4m3 pairs P24 P33 shared scales")
         done = self.kiln("describe", self.checkpoint, code=4)
-        self.assertIn("no template of this build serves it", done.stderr)
+        self.assertIn("whose files name neither top_k", done.stderr)
 
     def test_a_damaged_layer_leaves_nothing_behind(self):
         write_btx(self.checkpoint)

@@ -7,7 +7,6 @@ on the prepared weights, which must compute what the real weights compute.
 """
 
 import array
-import ctypes
 import json
 import math
 import os
@@ -24,6 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] /
 
 import kiln  # noqa: E402
 import small_bundle  # noqa: E402
+from prepared_layer import aligned, read_prepared  # noqa: E402
 from small_checkpoint import (EXPERTS, HIDDEN, INTERMEDIATE, exl3,  # noqa: E402
                               bfloat16, from_bfloat16, write_btx, write_config,
                               write_real_checkpoint, write_safetensors)
@@ -66,24 +66,6 @@ def write_legacy(folder, spelled_out):
                     group[f"{key}.s{side}"] = ("I16", [size // 16], bits)
             tensors |= group
     write_safetensors(os.path.join(folder, "model.safetensors"), tensors)
-
-
-def read_prepared(path):
-    with open(path, "rb") as handle:
-        data = handle.read()
-    length = struct.unpack_from("<Q", data)[0]
-    header = json.loads(data[8:8 + length])
-    out = {}
-    for name in SLOTS:
-        begin, end = header[name]["data_offsets"]
-        out[name] = data[8 + length + begin:8 + length + end]
-    return out
-
-
-def aligned(data):
-    buffer = kiln.aligned_buffer(len(data))
-    ctypes.memmove(buffer.data_ptr(), bytes(data), len(data))
-    return buffer
 
 
 def real_moe(tensors, x, ids, weights):
@@ -152,7 +134,7 @@ class ServeTest(unittest.TestCase):
 
     def launch(self, name, x, ids, weights):
         native = read_prepared(
-            self.folder / f"{name}-native" / "layer-00000.safetensors")
+            self.folder / f"{name}-native" / "layer-00000.safetensors", SLOTS)
         entry = self.modules.find(name, TOKENS)
         out = array.array("f", [math.nan] * (TOKENS * HIDDEN))
         params = [aligned(b"".join(map(bfloat16, x))),

@@ -75,28 +75,34 @@ def write_btx(folder, codebook="mcg", pair_kinds=None):
 
 def write_qsrt(folder):
     """Layer 7, of Kimi-K3's schema."""
-    slots, bundle = INTERMEDIATE // 32, 36 * HIDDEN + 192
-    payload = EXPERTS * bundle
-    stride = (payload + 4095) // 4096 * 4096
     # Random trellis data, and scales that are finite.
-    atom = (os.urandom(bundle - 192) + struct.pack("<e", 0.5) * 96) * EXPERTS
-    scales = struct.pack("<e", 0.5) * 3 * HIDDEN
+    atom = (os.urandom(36 * HIDDEN) + struct.pack("<e", 0.5) * 96) * EXPERTS
+    write_qsrt_layer(folder, 7, b"\x01\x10\x00\x11",
+                     struct.pack("<e", 0.5) * 3 * HIDDEN,
+                     [atom] * (INTERMEDIATE // 32))
+
+
+def write_qsrt_layer(folder, layer, codes, scales, atoms):
+    """codes: of the experts. scales: w1.suh, w3.suh and w2.svh. atoms: of each
+    slot, the bundles of all experts."""
+    experts, slots, payload = len(codes), len(atoms), len(atoms[0])
+    stride = (payload + 4095) // 4096 * 4096
     tensors = {
-        "_qsrt_format_section": ("U8", [4096],
-                                 b"\x01\x10\x00\x11".ljust(4096, b"\0")),
+        "_qsrt_format_section": ("U8", [4096], codes.ljust(4096, b"\0")),
         "_qsrt_shared_scale_section": ("U8", [4096],
                                        scales.ljust(4096, b"\0")),
         "qsrt_atoms": ("U8", [slots, stride],
-                       atom.ljust(stride, b"\0") * slots)}
+                       b"".join(a.ljust(stride, b"\0") for a in atoms))}
     numbers = {
-        "version": 1, "layer": 7, "profile_id": 1, "experts": EXPERTS,
-        "compressed_experts": EXPERTS, "x4t_experts": 0,
-        "intermediate_channels": INTERMEDIATE, "latent_channels": HIDDEN,
-        "atom_channels": 32, "atom_slots": slots, "atom_bundle_bytes": bundle,
+        "version": 1, "layer": layer, "profile_id": 1, "experts": experts,
+        "compressed_experts": experts, "x4t_experts": 0,
+        "intermediate_channels": 32 * slots, "latent_channels": len(scales) // 6,
+        "atom_channels": 32, "atom_slots": slots,
+        "atom_bundle_bytes": payload // experts,
         "atom_slot_payload_bytes": payload, "atom_slot_stride_bytes": stride,
         "alignment_bytes": 4096}
     write_safetensors(
-        os.path.join(folder, "qsrt-layer-007.safetensors"), tensors,
+        os.path.join(folder, f"qsrt-layer-{layer:03}.safetensors"), tensors,
         {"format": "pt", "schema": "kquant_kimi_k3_qsrt_atoms_v1",
          "encoding": "qsrt_sqg_e4m3"} | {k: str(v) for k, v in numbers.items()})
 

@@ -128,14 +128,18 @@ TEST(PromiseTest, IsWhatTheNumericsClassSays) {
   EXPECT_GT(cuda.row_error_max, 0);
   EXPECT_LT(cuda.row_error_max, 2e-3);
   EXPECT_LT(cuda.case_error_max, cuda.row_error_max);
-  const Promise smallm = PromiseOf("mx.w4a16.fold32", 2e-3);
-  EXPECT_EQ(smallm.oracle, ReferenceMode::kFloat64);
-  EXPECT_EQ(smallm.mode, ReferenceMode::kSequential);
-  EXPECT_EQ(smallm.row_error_max, 0);
-  const Promise grouped = PromiseOf("mx.w4a8.fold32", 4e-3);
-  EXPECT_EQ(grouped.oracle, ReferenceMode::kStagedW4A8);
-  EXPECT_EQ(grouped.mode, ReferenceMode::kSequentialW4A8);
-  EXPECT_EQ(grouped.row_error_max, 0);
+  for (const char* name : {"mx.w4a16.fold32", "qsrt.w4a16.sequential"}) {
+    const Promise half = PromiseOf(name, 2e-3);
+    EXPECT_EQ(half.oracle, ReferenceMode::kFloat64) << name;
+    EXPECT_EQ(half.mode, ReferenceMode::kSequential) << name;
+    EXPECT_EQ(half.row_error_max, 0) << name;
+  }
+  for (const char* name : {"mx.w4a8.fold32", "qsrt.w4a8.sequential"}) {
+    const Promise quantised = PromiseOf(name, 4e-3);
+    EXPECT_EQ(quantised.oracle, ReferenceMode::kStagedW4A8) << name;
+    EXPECT_EQ(quantised.mode, ReferenceMode::kSequentialW4A8) << name;
+    EXPECT_EQ(quantised.row_error_max, 0) << name;
+  }
   // The order of sums of a tensor core is its own: bounds, not bits.
   const Promise smallm_mma = PromiseOf("mx.w4a16.fold32.mma.fc1x4.fc2x1", 2e-3);
   EXPECT_EQ(smallm_mma.oracle, ReferenceMode::kFloat64);

@@ -273,7 +273,9 @@ std::vector<BadInput> BadInputs() {
        "\"i64\""},
       {"UnknownFormat", "\"exl3\"", "\"exl2\"",
        "m.json:16:26: \"format\" is \"exl2\", must be one of \"exl3\", "
-       "\"trellis_mx\""},
+       "\"trellis_mx\", \"qsrt\""},
+      {"ActivationOfQsrt", "\"silu\"", "\"situ\"",
+       "m.json:13:18: \"activation\" is \"situ\", must be one of \"silu\""},
       {"UnknownCodebook", "\"mcg\"", "\"mcg2\"",
        "m.json:17:18: \"codebook\" is \"mcg2\", must be one of \"3inst\", "
        "\"mcg\", \"mul1\""},
@@ -615,6 +617,152 @@ TEST_P(BadMxTest, IsRefusedWithPlaceValueAndRule) {
   const BadInput& input = GetParam();
   const std::string text = absl::StrReplaceAll(kMx, {{input.from, input.to}});
   ASSERT_NE(text, kMx);
+  EXPECT_THAT(ParseManifest(text, "m.json"),
+              StatusIs(absl::StatusCode::kInvalidArgument, Eq(input.message)));
+}
+
+// The same of QSRT weights.
+const char* const kQsrt =
+    "{\n"                                                      // 1
+    " \"schema\": \"kiln.model/1\",\n"                         // 2
+    " \"name\": \"tiny\",\n"                                   // 3
+    " \"requests\": [{\n"                                      // 4
+    "   \"name\": \"part\",\n"                                 // 5
+    "   \"op\": \"fused_moe\",\n"                              // 6
+    "   \"layers\": 2,\n"                                      // 7
+    "   \"hidden\": 384,\n"                                    // 8
+    "   \"intermediate\": 256,\n"                              // 9
+    "   \"experts\": 8,\n"                                     // 10
+    "   \"top_k\": 2,\n"                                       // 11
+    "   \"activation\": \"per_expert\",\n"                     // 12
+    "   \"io_dtype\": \"bf16\",\n"                             // 13
+    "   \"id_dtype\": \"i32\",\n"                              // 14
+    "   \"weights\": {\"format\": \"qsrt\",\n"                 // 15
+    "     \"pairs\": \"p33_p43\", \"scales\": \"shared\"},\n"  // 16
+    "   \"recipe\": \"w4a8\", \"decode_max_tokens\": 4,\n"     // 17
+    "   \"capacities\": [1, 4, 32]\n"                          // 18
+    " }]\n"                                                    // 19
+    "}\n";                                                     // 20
+
+RequestGeometry QsrtGeometry() {
+  RequestGeometry geometry;
+  geometry.hidden = 384;
+  geometry.intermediate = 256;
+  geometry.experts = 8;
+  geometry.top_k = 2;
+  geometry.activation = Activation::kPerExpert;
+  geometry.weights.format = WeightFormat::kQsrt;
+  geometry.weights.shared_scales = true;
+  geometry.recipe = Recipe::kW4A8;
+  geometry.qsrt = {.pairs = PairKinds::kP33P43, .decode_max_tokens = 4};
+  return geometry;
+}
+
+TEST(ParseQsrtTest, ReadsEveryField) {
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest, ParseManifest(kQsrt, "f"));
+  EXPECT_EQ(manifest.requests[0].geometry, QsrtGeometry());
+}
+
+TEST(ParseQsrtTest, ReadsTheOtherWords) {
+  ASSERT_OK_AND_ASSIGN(
+      const Manifest manifest,
+      ParseManifest(
+          absl::StrReplaceAll(
+              kQsrt, {{"p33_p43", "p24_p33"},
+                      {", \"scales\": \"shared\"", ""},
+                      {"per_expert", "situ"},
+                      {"\"w4a8\", \"decode_max_tokens\": 4", "\"w4a16\""}}),
+          "f"));
+  RequestGeometry expected = QsrtGeometry();
+  expected.activation = Activation::kSitu;
+  expected.weights.shared_scales = false;
+  expected.recipe = Recipe::kW4A16;
+  expected.qsrt = {.pairs = PairKinds::kP24P33};
+  EXPECT_EQ(manifest.requests[0].geometry, expected);
+}
+
+TEST(ParseQsrtTest, CanonicalTextIsAFixedPointAndGolden) {
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest, ParseManifest(kQsrt, "f"));
+  const std::string text = ManifestToJson(manifest);
+  ASSERT_OK_AND_ASSIGN(const Manifest again, ParseManifest(text, "again"));
+  EXPECT_EQ(again.requests[0].geometry, manifest.requests[0].geometry);
+  EXPECT_EQ(ManifestToJson(again), text);
+  ExpectGolden(text, "manifest.v1/qsrt.json");
+}
+
+TEST(ParseQsrtTest, CanonicalTextOfW4a16NamesNoLimit) {
+  ASSERT_OK_AND_ASSIGN(
+      const Manifest manifest,
+      ParseManifest(
+          absl::StrReplaceAll(
+              kQsrt, {{"\"w4a8\", \"decode_max_tokens\": 4", "\"w4a16\""}}),
+          "f"));
+  ASSERT_OK_AND_ASSIGN(const Manifest again,
+                       ParseManifest(ManifestToJson(manifest), "again"));
+  EXPECT_EQ(again.requests[0].geometry, manifest.requests[0].geometry);
+}
+
+TEST(ParseQsrtTest, ALimitBeyondAllCapacitiesIsLegal) {
+  ASSERT_OK_AND_ASSIGN(
+      const Manifest manifest,
+      ParseManifest(
+          absl::StrReplaceAll(kQsrt, {{"_tokens\": 4", "_tokens\": 33"}}),
+          "f"));
+  EXPECT_EQ(manifest.requests[0].geometry.qsrt.decode_max_tokens, 33u);
+}
+
+std::vector<BadInput> BadQsrtInputs() {
+  return {
+      {"CodebookOfExl3", "\"pairs\"", "\"codebook\": \"mcg\", \"pairs\"",
+       "m.json:16:6: unknown key \"codebook\" in \"weights\"; known: format, "
+       "pairs, scales"},
+      {"UnknownPairs", "p33_p43", "p22_p44",
+       "m.json:16:15: \"pairs\" is \"p22_p44\", must be one of \"p24_p33\", "
+       "\"p33_p43\""},
+      {"NoPairs", "\"pairs\": \"p33_p43\", ", "",
+       "m.json:15:15: \"weights\" lacks the key \"pairs\""},
+      {"UnknownScales", "\"shared\"", "\"broadcast\"",
+       "m.json:16:36: \"scales\" is \"broadcast\", must be one of "
+       "\"per_expert\", \"shared\""},
+      {"UnknownActivation", "\"per_expert\"", "\"gelu\"",
+       "m.json:12:18: \"activation\" is \"gelu\", must be one of \"silu\", "
+       "\"situ\", \"per_expert\""},
+      {"TwoPairsOfRecords", "\"intermediate\": 256", "\"intermediate\": 512",
+       "m.json:9:20: \"intermediate\" is 512, must be 256 (one pair of records "
+       "of qsrt; a layer with more channels is several parts, whose outputs "
+       "add up)"},
+      {"UnknownRecipe", "\"w4a8\"", "\"w8a8\"",
+       "m.json:17:14: \"recipe\" is \"w8a8\", must be one of \"w4a16\", "
+       "\"w4a8\""},
+      {"LimitOfTheOtherRecipe", "\"w4a8\"", "\"w4a16\"",
+       "m.json:17:44: \"decode_max_tokens\" is 4, must not be there: recipe "
+       "w4a16 has 16-bit activations for all token counts"},
+      {"NoLimit", ", \"decode_max_tokens\": 4", "",
+       "m.json:4:15: request lacks the key \"decode_max_tokens\""},
+      {"ZeroLimit", "_tokens\": 4", "_tokens\": 0",
+       "m.json:17:43: \"decode_max_tokens\" is 0, must be within 1..65536"},
+      {"LimitInsideAnInterval", "_tokens\": 4", "_tokens\": 16",
+       "m.json:17:43: \"decode_max_tokens\" is 16, must be one of "
+       "\"capacities\" or at least the largest, so that no interval has tokens "
+       "on both sides of it"},
+      {"LimitOfTrellisMx", "decode_max_tokens", "smallm_max_tokens",
+       "m.json:17:22: unknown key \"smallm_max_tokens\" in request; known: "
+       "name, op, layers, hidden, intermediate, experts, top_k, activation, "
+       "io_dtype, id_dtype, weights, recipe, decode_max_tokens, capacities, "
+       "deterministic"},
+  };
+}
+
+class BadQsrtTest : public ::testing::TestWithParam<BadInput> {};
+
+INSTANTIATE_TEST_SUITE_P(Inputs, BadQsrtTest,
+                         ::testing::ValuesIn(BadQsrtInputs()),
+                         [](const auto& input) { return input.param.name; });
+
+TEST_P(BadQsrtTest, IsRefusedWithPlaceValueAndRule) {
+  const BadInput& input = GetParam();
+  const std::string text = absl::StrReplaceAll(kQsrt, {{input.from, input.to}});
+  ASSERT_NE(text, kQsrt);
   EXPECT_THAT(ParseManifest(text, "m.json"),
               StatusIs(absl::StatusCode::kInvalidArgument, Eq(input.message)));
 }

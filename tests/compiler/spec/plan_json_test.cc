@@ -20,6 +20,7 @@ using ::kiln::testing::IsOkAndHolds;
 using ::kiln::testing::SampleLinear;
 using ::kiln::testing::SampleMxGeometry;
 using ::kiln::testing::SamplePlan;
+using ::kiln::testing::SampleQsrtGeometry;
 using ::kiln::testing::StatusIs;
 using ::testing::HasSubstr;
 using Json = nlohmann::json;
@@ -45,6 +46,17 @@ TEST(PlanJsonTest, RoundTripsTheGeometryOfLinear) {
 TEST(PlanJsonTest, RoundTripsEveryFieldOfTrellisMx) {
   Plan plan = SamplePlan();
   plan.geometry = SampleMxGeometry();
+  EXPECT_THAT(PlanFromJson(PlanToJson(plan)), IsOkAndHolds(plan));
+}
+
+TEST(PlanJsonTest, RoundTripsEveryFieldOfQsrt) {
+  Plan plan = SamplePlan();
+  plan.geometry = SampleQsrtGeometry();
+  EXPECT_THAT(PlanFromJson(PlanToJson(plan)), IsOkAndHolds(plan));
+  plan.geometry.activation = Activation::kPerExpert;
+  plan.geometry.weights.shared_scales = false;
+  plan.geometry.recipe = Recipe::kW4A16;
+  plan.geometry.qsrt = {.pairs = PairKinds::kP33P43};
   EXPECT_THAT(PlanFromJson(PlanToJson(plan)), IsOkAndHolds(plan));
 }
 

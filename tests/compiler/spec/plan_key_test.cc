@@ -20,6 +20,7 @@ using ::kiln::testing::DifferingPaths;
 using ::kiln::testing::SampleGeometry;
 using ::kiln::testing::SampleMxGeometry;
 using ::kiln::testing::SamplePlan;
+using ::kiln::testing::SampleQsrtGeometry;
 
 struct Inputs {
   RequestGeometry geometry = SampleGeometry();
@@ -144,6 +145,35 @@ TEST(PlanKeyTest, FieldsOfTrellisMxMoveTheDigestAndAreNamedAlone) {
       {"request/limit", [](RequestGeometry* g) { g->mx.limit = "10"; }},
       {"request/smallm_max_tokens",
        [](RequestGeometry* g) { g->mx.smallm_max_tokens = 0; }},
+  };
+
+  for (const auto& change : changes) {
+    Inputs inputs = base;
+    change.apply(&inputs.geometry);
+    EXPECT_NE(inputs.Key().digest, base.Key().digest) << change.path;
+    EXPECT_EQ(DifferingPaths(base.Key().preimage, inputs.Key().preimage),
+              std::vector<std::string>{change.path});
+  }
+}
+
+TEST(PlanKeyTest, FieldsOfQsrtMoveTheDigestAndAreNamedAlone) {
+  Inputs base;
+  base.geometry = SampleQsrtGeometry();
+
+  const struct {
+    const char* path;
+    std::function<void(RequestGeometry*)> apply;
+  } changes[] = {
+      {"request/activation",
+       [](RequestGeometry* g) { g->activation = Activation::kPerExpert; }},
+      {"request/pairs",
+       [](RequestGeometry* g) { g->qsrt.pairs = PairKinds::kP33P43; }},
+      {"request/shared_scales",
+       [](RequestGeometry* g) { g->weights.shared_scales = false; }},
+      {"request/decode_max_tokens",
+       [](RequestGeometry* g) { g->qsrt.decode_max_tokens = 9; }},
+      {"request/recipe",
+       [](RequestGeometry* g) { g->recipe = Recipe::kW4A16; }},
   };
 
   for (const auto& change : changes) {

@@ -14,6 +14,7 @@ namespace {
 
 using ::kiln::testing::SampleGeometry;
 using ::kiln::testing::SampleMxGeometry;
+using ::kiln::testing::SampleQsrtGeometry;
 using ::testing::ElementsAre;
 
 TEST(RequestGeometryTest, PrintsOneLine) {
@@ -49,6 +50,20 @@ TEST(RequestGeometryTest, PrintsTrellisMx) {
   EXPECT_EQ(geometry.ToString(),
             "fused_moe H2048 I768 E128 k8 trellis_mx K3 silu limit 7.5 w4a8 "
             "small-m 8 bf16 i32");
+}
+
+TEST(RequestGeometryTest, PrintsQsrt) {
+  RequestGeometry geometry = SampleQsrtGeometry();
+  EXPECT_EQ(geometry.ToString(),
+            "fused_moe H3584 I256 E896 k16 qsrt p24_p33 situ w4a8 decode 8 "
+            "bf16 i32 shared scales");
+  geometry.qsrt = {.pairs = PairKinds::kP33P43};
+  geometry.recipe = Recipe::kW4A16;
+  geometry.activation = Activation::kPerExpert;
+  geometry.weights.shared_scales = false;
+  EXPECT_EQ(geometry.ToString(),
+            "fused_moe H3584 I256 E896 k16 qsrt p33_p43 per_expert w4a16 bf16 "
+            "i32");
 }
 
 TEST(IsClampLimitTest, TakesPositiveDecimalsAndInf) {
@@ -112,6 +127,18 @@ TEST(RequestGeometryTest, AKeyOfTrellisMxHasItsOwnFieldsOfWeights) {
                   "request/io_dtype=bf16", "request/id_dtype=i32",
                   "request/format=trellis_mx", "request/bits=3",
                   "request/limit=7.5", "request/smallm_max_tokens=8",
+                  "request/recipe=w4a8", "request/deterministic=false"));
+}
+
+TEST(RequestGeometryTest, AKeyOfQsrtHasItsOwnFieldsOfWeights) {
+  EXPECT_THAT(
+      Encoded(SampleQsrtGeometry()),
+      ElementsAre("request/op=fused_moe", "request/hidden=3584",
+                  "request/intermediate=256", "request/experts=896",
+                  "request/top_k=16", "request/activation=situ",
+                  "request/io_dtype=bf16", "request/id_dtype=i32",
+                  "request/format=qsrt", "request/pairs=p24_p33",
+                  "request/shared_scales=true", "request/decode_max_tokens=8",
                   "request/recipe=w4a8", "request/deterministic=false"));
 }
 

@@ -40,6 +40,21 @@ inline RequestGeometry SampleMxGeometry() {
   return geometry;
 }
 
+// The same over QSRT weights.
+inline RequestGeometry SampleQsrtGeometry() {
+  RequestGeometry geometry;
+  geometry.hidden = 3584;
+  geometry.intermediate = 256;
+  geometry.experts = 896;
+  geometry.top_k = 16;
+  geometry.activation = Activation::kSitu;
+  geometry.weights.format = WeightFormat::kQsrt;
+  geometry.weights.shared_scales = true;
+  geometry.recipe = Recipe::kW4A8;
+  geometry.qsrt = {.pairs = PairKinds::kP24P33, .decode_max_tokens = 8};
+  return geometry;
+}
+
 inline Plan SamplePlan() {
   Plan plan;
   plan.geometry = SampleGeometry();

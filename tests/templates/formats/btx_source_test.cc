@@ -322,6 +322,7 @@ TEST(BtxSourceTest, ModesAndDescriptorsFollowTheRates) {
   const std::vector<uint8_t> dynamic = {0x33, 0x24, 0x33};
   EXPECT_EQ(PairModes(dynamic), (std::vector<int32_t>{0, 1, 0}));
   const std::vector<uint8_t> pools = {0x33, 0x43, 0x33, 0x43};
+  EXPECT_EQ(PairModes(pools), (std::vector<int32_t>{0, 1, 0, 1}));
   // A record of one bit and H = 64 is 4 * 8 tiles of 8 words of 32 bits.
   const int64_t unit = 4 * 8 * 8;
   EXPECT_EQ(PairDescriptors(pools, 64),

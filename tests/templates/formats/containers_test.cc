@@ -78,7 +78,9 @@ TEST(ContainersTest, Row36DescribeSaysWhichTensorNoTemplateServes) {
   EXPECT_THAT(describe({.codebook = "sqg_fp16", .bits = 5}),
               NotServed("atoms", "has the codebook sqg_fp16"));
   EXPECT_THAT(describe({.pair_kinds = {"P33", "P43"}}),
-              NotServed("rates_fc1", "has a pair of rates for each expert"));
+              NotServed("rates_fc1",
+                        "has a pair of rates for each expert and "
+                        "the codebook mcg"));
   EXPECT_THAT(
       describe(
           {.codebook = "sqg_e4m3", .hidden = 512, .bits = 2, .coupled = true}),
@@ -87,7 +89,35 @@ TEST(ContainersTest, Row36DescribeSaysWhichTensorNoTemplateServes) {
   WriteQsrt(qsrt, {});
   EXPECT_THAT(
       DescribeCheckpoint(qsrt.path(), {}).status(),
-      NotServed("_qsrt_format_section", "has a pair of rates for each expert"));
+      StatusIs(StatusCode::kFailedPrecondition,
+               AllOf(HasSubstr("qsrt-layer-003.safetensors: is QSRT"),
+                     HasSubstr("write the request of its 2 parts by hand, with "
+                               "\"hidden\" 128"))));
+}
+
+TEST(ContainersTest, DescribeWritesARequestForPartsOfPairRates) {
+  const TestFolder folder;
+  WriteBtx(folder, {.codebook = "sqg_e4m3", .pair_kinds = {"P33", "P43"}});
+  ASSERT_OK_AND_ASSIGN(
+      const Manifest manifest,
+      DescribeCheckpoint(folder.path(), {.tensor_parallel = 2}));
+  ASSERT_EQ(manifest.requests.size(), 1u);
+  const RequestGeometry& geometry = manifest.requests[0].geometry;
+  EXPECT_EQ(geometry.weights.format, WeightFormat::kQsrt);
+  EXPECT_EQ(geometry.qsrt.pairs, PairKinds::kP33P43);
+  EXPECT_EQ(geometry.intermediate, 256);
+  EXPECT_EQ(geometry.hidden, 256);
+  EXPECT_TRUE(geometry.weights.shared_scales);
+  EXPECT_EQ(geometry.recipe, Recipe::kW4A16);
+  WriteBtx(folder, {.codebook = "sqg_e4m3", .pair_kinds = {"P33", "P24"}});
+  ASSERT_OK_AND_ASSIGN(
+      const Manifest other,
+      DescribeCheckpoint(folder.path(), {.tensor_parallel = 2}));
+  EXPECT_EQ(other.requests[0].geometry.qsrt.pairs, PairKinds::kP24P33);
+  // One rank would have two pairs.
+  EXPECT_THAT(DescribeCheckpoint(folder.path(), {}).status(),
+              StatusIs(StatusCode::kInvalidArgument,
+                       HasSubstr("512 channels are 2 parts")));
 }
 
 TEST(ContainersTest, Row15DescribeRefusesAConfigurationThatDisagrees) {
@@ -152,8 +182,14 @@ TEST(ContainersTest, PrepareWritesTheRatesOfPairParts) {
             "H256 I256 E3 sqg_e4m3 pairs P24 P33 shared scales");
   ASSERT_OK_AND_ASSIGN(SafetensorsFile file,
                        SafetensorsFile::Open(prepared.path));
-  ASSERT_EQ(file.header().tensors().size(), 9u);
+  ASSERT_EQ(file.header().tensors().size(), 11u);
   EXPECT_EQ(file.header().tensors()[7].name, "rates_fc1");
+  EXPECT_EQ(file.header().tensors()[9].name, "modes_fc1");
+  EXPECT_EQ(file.header().tensors()[9].TypeAndShape(), "I32 [3]");
+  ASSERT_OK_AND_ASSIGN(const std::span<const uint8_t> modes,
+                       file.Bytes(file.header().tensors()[9]));
+  EXPECT_EQ(std::vector<uint8_t>(modes.begin(), modes.end()),
+            (std::vector<uint8_t>{1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0}));
   ASSERT_OK_AND_ASSIGN(const std::span<const uint8_t> rates,
                        file.Bytes(file.header().tensors()[7]));
   EXPECT_EQ(std::vector<uint8_t>(rates.begin(), rates.end()),

@@ -8,6 +8,11 @@ constexpr char kCpu[] = "fused_moe/cpu.cc";
 constexpr char kLinear[] = "linear/cpu.cc";
 constexpr char kProduct[] = "cpu/trellis_product.h";
 constexpr char kVector[] = "device/cpu_vector.h";
+constexpr char kQsrt[] = "fused_moe/qsrt_cpu.cc";
+constexpr char kRoutes[] = "fused_moe/cpu_routes.h";
+constexpr char kOperand[] = "fused_moe/cpu_operand.h";
+constexpr char kSqg[] = "fused_moe/sqg_vector.h";
+constexpr char kSitu[] = "fused_moe/situ.h";
 
 constexpr MutationRule kRules[] = {
     {kBound, kCpu, "", " < ", " <= "},
@@ -495,6 +500,53 @@ constexpr MutationRule kRules[] = {
      "      const_cast<u16*>(args.x)[token * kIn + base] ^= 0x8000;"},
     {kInput, kLinear, "Finish", "float v[kBlock];",
      "float v[kBlock];\n    const_cast<u16*>(args.svh)[base] ^= 1;"},
+    // fused_moe over QSRT weights: what the kernels above do not have.
+    {kExpert, kQsrt, "FindPlaces", "modes[e] != 0", "modes[0] != 0"},
+    {kExpert, kQsrt, "Route", "args.modes_fc2", "args.modes_fc1"},
+    {kExpert, kQsrt, "Fc2", "args.places + kExperts", "args.places"},
+    {kStride, kQsrt, "FindPlaces", "PairBits(is_other)", "6"},
+    {kStride, kQsrt, "RecordOf", "PairBits(place.is_other)", "6"},
+    {kStride, kQsrt, "RecordOf", "RecordBits(place.is_other, 0)", "3"},
+    {kStride, kQsrt, "Fc2", "words += kRecordWords * part.bits;", ""},
+    {kStride, kQsrt, "Fc2", "record * kRecord;", "0;"},
+    {kStride, kQsrt, "Fc1", "record * kRecord;", "0;"},
+    {kOrder, kQsrt, "RecordBits", "kOther[record]", "kOther[1 - record]"},
+    {kOrder, kQsrt, "Combine", "kTopK + j", "kTopK + (kTopK - 1 - j)"},
+    {kSwap, kQsrt, "Fc1", "args.w_up", "args.w_gate"},
+    {kSwap, kQsrt, "Fc1", "args.up_values", "args.gate_values"},
+    {kSwap, kQsrt, "RotateRow", "args.up_suh", "args.gate_suh"},
+    {kScale, kQsrt, "Activate", "tables + kInter + channel",
+     "tables + channel"},
+    {kScale, kQsrt, "Activate", "2 * kInter + channel", "kInter + channel"},
+    {kScale, kQsrt, "Rotate", "ScaleRow(expert)", "0"},
+    {kScale, kQsrt, "Fc2", "ScaleRow(expert)", "0"},
+    {kScale, kOperand, "Store", "scales[c / kMxBlock]", "scales[0]"},
+    {kScale, kOperand, "LoadBlock", "channel / kMxBlock", "0"},
+    {kActivate, kQsrt, "IsSitu", "args.activations[expert]",
+     "args.activations[0]"},
+    {kActivate, kQsrt, "Activate", "is_situ ?", "!is_situ ?"},
+    {kActivate, kSitu, "Situ", "25.0f", "24.9f"},
+    {kActivate, kSitu, "Tanh", "-2.0f * size", "-1.99f * size"},
+    {kRounding, kQsrt, "StoreSums",
+     "kd::RoundHalves<kLanes>(sums.sum[g][half][row])",
+     "sums.sum[g][half][row]"},
+    {kRounding, kQsrt, "RotateBlock", "kd::RoundHalves<kLanes>", ""},
+    {kRounding, kOperand, "Store", "RoundHalves<L>", ""},
+    {kCodebook, kSqg, "SqgGroupsOf", "x >> 11", "x >> 10"},
+    {kCodebook, kSqg, "SqgGroupsOf", "K - 1 - i", "i"},
+    {kCodebook, kSqg, "SqgGroupsOf", "0xC928FD8Eu", "0xC928FE8Eu"},
+    {kCodebook, kQsrt, "Table", "rate + kLeastBits == 3",
+     "rate + kLeastBits == 4"},
+    {kRotation, kQsrt, "RotateAndScale", "kd::VectorHadamard128<kLanes>(v);",
+     ""},
+    {kTail, kQsrt, "", "base += kBlock", "base += 2 * kBlock"},
+    {kTail, kQsrt, "AddPart", "k += kDepth", "k += 2 * kDepth"},
+    {kTail, kQsrt, "MultiplyGroup", "first += kRowGroup",
+     "first += 2 * kRowGroup"},
+    {kStale, kRoutes, "Place", "tile_routes[i] = -1;", ""},
+    {kStale, kRoutes, "Place", "tile_expert[tile] = -1;", ""},
+    {kStale, kRoutes, "Place", "route_slot[r] = -1;", ""},
+    {kDropped, kQsrt, "Combine", "slot < 0", "slot <= 0"},
 };
 
 constexpr char kSmaller[] =

@@ -28,6 +28,7 @@ namespace kiln::testing {
 namespace {
 
 constexpr uint64_t kSeed = 3;
+constexpr uint32_t kTokensMax = 64;  // of the 8-bit arm of QSRT
 
 RequestGeometry Geometry(int64_t hidden, int64_t intermediate, int64_t experts,
                          int64_t top_k, Codebook codebook, Bits bits) {
@@ -57,6 +58,22 @@ RequestGeometry Linear(int64_t in, int64_t out, Codebook codebook, int bits,
       .in_features = in, .out_features = out, .bits = bits, .bias = bias};
   geometry.weights.codebook = codebook;
   geometry.io_dtype = bias ? DType::kBf16 : DType::kF16;
+  return geometry;
+}
+
+// decode_max_tokens: 0 for 16 bits alone.
+RequestGeometry Qsrt(int64_t hidden, PairKinds pairs, Activation activation,
+                     uint32_t decode_max_tokens) {
+  RequestGeometry geometry;
+  geometry.hidden = hidden;
+  geometry.intermediate = 256;
+  geometry.experts = 5;
+  geometry.top_k = 3;
+  geometry.activation = activation;
+  geometry.id_dtype = DType::kI64;
+  geometry.weights.format = WeightFormat::kQsrt;
+  geometry.recipe = decode_max_tokens == 0 ? Recipe::kW4A16 : Recipe::kW4A8;
+  geometry.qsrt = {.pairs = pairs, .decode_max_tokens = decode_max_tokens};
   return geometry;
 }
 
@@ -234,7 +251,8 @@ absl::StatusOr<MutantSuite> CpuSuite(const std::string& cc_cpu) {
   MutantSuite suite;
   const KernelTemplate* const moe = FindTemplate("fused_moe.cpu");
   const KernelTemplate* const linear = FindTemplate("linear.cpu");
-  KILN_CHECK(moe != nullptr && linear != nullptr);
+  const KernelTemplate* const qsrt = FindTemplate("fused_moe.qsrt_cpu");
+  KILN_CHECK(moe != nullptr && linear != nullptr && qsrt != nullptr);
   // One target for all machines, so that the same mutants are caught on each.
   ASSIGN_OR_RETURN(const Target target, ParseTarget("cpu-x86-64-v3"));
   ASSIGN_OR_RETURN(suite.device, HostCpuProfile(target));
@@ -272,6 +290,31 @@ absl::StatusOr<MutantSuite> CpuSuite(const std::string& cc_cpu) {
   suite.requests.push_back({"linear", linear,
                             Linear(128, 384, Codebook::kMul1, 2, false),
                             axes(2, 64, 2), 17});
+  // Each kind of pairs, arm and decoder; activations of each expert, then
+  // scales of each.
+  suite.requests.push_back({"qsrt, 8 bits",
+                            qsrt,
+                            Shared(Qsrt(640, PairKinds::kP24P33,
+                                        Activation::kPerExpert, kTokensMax)),
+                            {{"activation_bits", 8},
+                             {"channels_tile", 256},
+                             {"codewords", 0},
+                             {"k_tile", 32},
+                             {"row_group", 2},
+                             {"threads", 2},
+                             {"tokens_tile", 4}},
+                            19});
+  suite.requests.push_back({"qsrt, 16 bits",
+                            qsrt,
+                            Qsrt(384, PairKinds::kP33P43, Activation::kSitu, 0),
+                            {{"activation_bits", 16},
+                             {"channels_tile", 128},
+                             {"codewords", 1},
+                             {"k_tile", 128},
+                             {"row_group", 1},
+                             {"threads", 2},
+                             {"tokens_tile", 2}},
+                            17});
   return suite;
 }
 

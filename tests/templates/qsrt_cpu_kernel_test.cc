@@ -1,0 +1,651 @@
+// The CPU template over QSRT weights: its plans, run on specialisations of its
+// source, against the reference, the vector files and a part of a container.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <set>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "absl/strings/escaping.h"
+#include "compiler/spec/kernel_template.h"
+#include "device/half.h"
+#include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
+#include "templates/formats/btx_layer.h"
+#include "templates/formats/btx_manifest.h"
+#include "templates/formats/pair_layer.h"
+#include "templates/formats/qsrt_extent.h"
+#include "templates/fused_moe/op_qsrt.h"
+#include "templates/fused_moe/qsrt_workload.h"
+#include "templates/fused_moe/sqg_vector.h"
+#include "templates/fused_moe/template_qsrt_cpu.h"
+#include "templates/fused_moe/trellis_codebook.h"
+#include "tests/support/btx_writer.h"
+#include "tests/support/native_layer.h"
+#include "tests/support/status_matchers.h"
+#include "tests/templates/qsrt_cpu_variant.h"
+#include "tests/templates/test_data.h"
+
+namespace kiln {
+namespace {
+
+using nlohmann::json;
+using testing::QsrtCpuStep;
+using testing::QsrtCpuVariant;
+using testing::QsrtCpuVariants;
+using testing::VectorsFolder;
+
+constexpr uint32_t kTokensMax = 64;  // of the 8-bit arm
+
+size_t Slot(QsrtParam param) { return static_cast<size_t>(param); }
+
+RequestGeometry GeometryOf(const QsrtCpuVariant& v) {
+  RequestGeometry g;
+  g.hidden = v.hidden;
+  g.intermediate = 256;
+  g.experts = v.experts;
+  g.top_k = v.top_k;
+  g.activation = v.activation == 0   ? Activation::kSilu
+                 : v.activation == 1 ? Activation::kSitu
+                                     : Activation::kPerExpert;
+  g.io_dtype = v.x_bf16 ? DType::kBf16 : DType::kF16;
+  g.id_dtype = v.id_i64 ? DType::kI64 : DType::kI32;
+  g.weights.format = WeightFormat::kQsrt;
+  g.weights.shared_scales = v.shared_suh;
+  g.recipe = v.activation_bits == 8 ? Recipe::kW4A8 : Recipe::kW4A16;
+  g.qsrt.pairs = v.other_low == 2 ? PairKinds::kP24P33 : PairKinds::kP33P43;
+  g.qsrt.decode_max_tokens = v.activation_bits == 8 ? kTokensMax : 0;
+  return g;
+}
+
+// ---- one call --------------------------------------------------------------
+
+// The buffers of a parameter block.
+struct Call {
+  // Those of a draw of the workload.
+  Call(const QsrtWorkload& workload, DrawKind kind, uint32_t draw, uint32_t m)
+      : geometry(workload.geometry()),
+        tokens(m),
+        buffers(workload.TokenInputs(kind, draw, m)) {
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      if (buffers[i].empty()) buffers[i] = std::string(workload.Constant(i));
+    }
+  }
+
+  std::string& at(QsrtParam param) { return buffers[Slot(param)]; }
+
+  std::vector<const void*> Slots() const {
+    std::vector<const void*> slots;
+    for (const std::string& buffer : buffers) slots.push_back(buffer.data());
+    return slots;
+  }
+
+  std::vector<double> Expected(ReferenceMode mode) const {
+    const std::vector<const void*> slots = Slots();
+    const QsrtProblem problem(geometry, tokens, slots);
+    std::vector<int64_t> rows(tokens);
+    std::iota(rows.begin(), rows.end(), 0);
+    std::vector<double> out(rows.size() * static_cast<size_t>(geometry.hidden));
+    FusedMoeReferenceRows(problem.problem(), rows, mode, out.data(), 2);
+    return out;
+  }
+
+  RequestGeometry geometry;
+  uint32_t tokens;
+  std::vector<std::string> buffers;
+};
+
+// Launches the template's plan for `capacity` tokens on the variant, with an
+// arena of `poison`. Returns [m][H].
+std::vector<float> RunPlan(const QsrtCpuVariant& v, const Call& call,
+                           uint32_t capacity, uint8_t poison) {
+  Problem problem;
+  problem.geometry = call.geometry;
+  problem.interval = {1, capacity};
+  problem.device = AssumedProfile({.backend = Backend::kCpu, .level = 3});
+  const Assignment assignment = {
+      {"activation_bits", v.activation_bits},
+      {"tokens_tile", v.tokens_tile},
+      {"channels_tile", v.channels_tile},
+      {"k_tile", v.k_tile},
+      {"codewords", v.codewords},
+      {"row_group", v.row_group},
+      {"threads", std::max(1, problem.device.multiprocessors)}};
+  const absl::StatusOr<PlanBody> body =
+      FusedMoeQsrtCpuTemplate()->MakeBody(problem, assignment);
+  if (!body.ok()) {
+    ADD_FAILURE() << body.status();
+    return {};
+  }
+  const auto h = static_cast<size_t>(problem.geometry.hidden);
+  const uint32_t m = call.tokens;
+  std::vector<uint8_t> arena(body->arena.bytes + 256, poison);
+  uint8_t* base = arena.data();
+  base += 256 - reinterpret_cast<uintptr_t>(base) % 256;
+  // The output with a guard row on both sides.
+  std::vector<float> out((m + 2) * h, NAN);
+  for (const Step& step : body->steps) {
+    const QsrtCpuStep& entry = v.steps.at(step.entry);
+    const std::vector<uint32_t> offsets = ArgOffsets(step.args);
+    std::vector<uint8_t> args(offsets.back() + 8);
+    EXPECT_EQ(args.size(), entry.args_bytes) << step.entry;
+    for (size_t i = 0; i < step.args.size(); ++i) {
+      const Arg& arg = step.args[i];
+      if (arg.kind == ArgKind::kTokens) {
+        std::memcpy(args.data() + offsets[i], &m, sizeof m);
+        continue;
+      }
+      const void* at = nullptr;
+      if (arg.kind == ArgKind::kArena) {
+        at = base + body->arena.slices[arg.value].offset;
+      } else if (arg.value == Slot(QsrtParam::kOut)) {
+        at = out.data() + h;
+      } else {
+        at = call.buffers[arg.value].data();
+      }
+      std::memcpy(args.data() + offsets[i], &at, sizeof at);
+    }
+    const uint64_t x = step.grid[0].Evaluate(m);
+    const uint64_t y = step.grid[1].Evaluate(m);
+    const uint64_t count = x * y * step.grid[2].Evaluate(m);
+    std::atomic<uint64_t> next{0};
+    const auto work = [&] {
+      for (uint64_t b = next++; b < count; b = next++) {
+        entry.run(args.data(), static_cast<uint32_t>(b % x),
+                  static_cast<uint32_t>(b / x % y),
+                  static_cast<uint32_t>(b / x / y));
+      }
+    };
+    std::thread other(work);
+    work();
+    other.join();
+  }
+  for (size_t i = 0; i < h; ++i) {
+    EXPECT_TRUE(std::isnan(out[i]));
+    EXPECT_TRUE(std::isnan(out[out.size() - 1 - i]));
+  }
+  return std::vector<float>(out.begin() + static_cast<ptrdiff_t>(h),
+                            out.end() - static_cast<ptrdiff_t>(h));
+}
+
+// Largest relative error of a row; a row of zeros must be met exactly.
+double WorstError(const std::vector<float>& got,
+                  const std::vector<double>& want, size_t width) {
+  double worst = 0;
+  for (size_t at = 0; at < got.size(); at += width) {
+    double difference = 0;
+    double norm = 0;
+    for (size_t c = at; c < at + width; ++c) {
+      difference += (got[c] - want[c]) * (got[c] - want[c]);
+      norm += want[c] * want[c];
+    }
+    const double error = norm == 0 ? (difference == 0 ? 0 : INFINITY)
+                                   : std::sqrt(difference / norm);
+    worst = std::max(worst, error);
+  }
+  return worst;
+}
+
+// NaN equals NaN, whatever its bits.
+bool SameBits(const std::vector<float>& got, const std::vector<double>& want) {
+  if (got.size() != want.size()) return false;
+  for (size_t i = 0; i < got.size(); ++i) {
+    const auto narrow = static_cast<float>(want[i]);
+    if (std::isnan(got[i]) && std::isnan(narrow)) continue;
+    if (kd::FloatBits(got[i]) != kd::FloatBits(narrow)) return false;
+  }
+  return true;
+}
+
+class QsrtCpuKernelTest : public ::testing::TestWithParam<QsrtCpuVariant> {
+ protected:
+  QsrtCpuKernelTest() : workload_(GeometryOf(GetParam()), 11) {}
+
+  bool quantised() const { return GetParam().activation_bits == 8; }
+
+  ReferenceMode sequential() const {
+    return quantised() ? ReferenceMode::kSequentialW4A8
+                       : ReferenceMode::kSequential;
+  }
+
+  QsrtWorkload workload_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Variants, QsrtCpuKernelTest,
+                         ::testing::ValuesIn(QsrtCpuVariants()),
+                         [](const auto& v) { return v.param.name; });
+
+TEST_P(QsrtCpuKernelTest, EqualsTheSequentialReferenceBitForBit) {
+  for (const DrawKind kind :
+       {DrawKind::kUniform, DrawKind::kRagged, DrawKind::kHot,
+        DrawKind::kExtreme, DrawKind::kOneTerm}) {
+    for (const uint32_t tokens : {1u, 19u}) {
+      SCOPED_TRACE(std::string(DrawKindName(kind)) +
+                   " m=" + std::to_string(tokens));
+      const Call call(workload_, kind, 0, tokens);
+      const std::vector<float> out = RunPlan(GetParam(), call, 24, 0xFF);
+      EXPECT_TRUE(SameBits(out, call.Expected(sequential())));
+      if (kind != DrawKind::kUniform) continue;
+      EXPECT_TRUE(std::any_of(out.begin(), out.end(), [](float value) {
+        return std::fabs(value) > 0.1f;
+      }));
+    }
+  }
+}
+
+TEST_P(QsrtCpuKernelTest, KeepsTheToleranceOfItsArm) {
+  const QsrtCpuVariant& v = GetParam();
+  const Call call(workload_, DrawKind::kUniform, 1, 10);
+  const std::vector<float> out = RunPlan(v, call, 10, 0x7B);
+  EXPECT_LE(WorstError(out,
+                       call.Expected(quantised() ? ReferenceMode::kStagedW4A8
+                                                 : ReferenceMode::kStaged),
+                       v.hidden),
+            quantised() ? QsrtTolerance(QsrtArm::kW4A8) : 1e-3);
+  EXPECT_LE(WorstError(out, call.Expected(ReferenceMode::kFloat64), v.hidden),
+            quantised() ? 8e-2 : QsrtTolerance(QsrtArm::kW4A16));
+}
+
+TEST_P(QsrtCpuKernelTest, ReadsNothingThatTheLaunchDidNotWrite) {
+  const Call call(workload_, DrawKind::kRagged, 2, 9);
+  const std::vector<float> first = RunPlan(GetParam(), call, 20, 0xFF);
+  for (const uint8_t poison : {uint8_t{0x00}, uint8_t{0x7B}}) {
+    const std::vector<float> again = RunPlan(GetParam(), call, 20, poison);
+    EXPECT_EQ(
+        std::memcmp(first.data(), again.data(), first.size() * sizeof(float)),
+        0);
+  }
+}
+
+// Every pair of modes that the two products of an expert can have, each alone.
+TEST_P(QsrtCpuKernelTest, ServesEveryPairOfModes) {
+  const QsrtCpuVariant& v = GetParam();
+  std::set<std::vector<float>> results;
+  for (int modes = 0; modes < 4; ++modes) {
+    SCOPED_TRACE(modes);
+    Call call(workload_, DrawKind::kUniform, 3, 5);
+    std::vector<int32_t> fc1(v.experts, modes & 1);
+    std::vector<int32_t> fc2(v.experts, modes >> 1);
+    std::memcpy(call.at(QsrtParam::kModesFc1).data(), fc1.data(),
+                4 * v.experts);
+    std::memcpy(call.at(QsrtParam::kModesFc2).data(), fc2.data(),
+                4 * v.experts);
+    const std::vector<float> out = RunPlan(v, call, 5, 0xFF);
+    EXPECT_TRUE(SameBits(out, call.Expected(sequential())));
+    results.insert(out);
+  }
+  EXPECT_EQ(results.size(), 4u);
+}
+
+TEST_P(QsrtCpuKernelTest, NanInATokenStaysInItsRow) {
+  const QsrtCpuVariant& v = GetParam();
+  Call call(workload_, DrawKind::kUniform, 4, 8);
+  const std::vector<float> before = RunPlan(v, call, 8, 0xFF);
+  const uint16_t nan = v.x_bf16 ? 0x7FC0 : 0x7E00;
+  std::memcpy(call.at(QsrtParam::kX).data() + 2 * (2 * v.hidden + 100), &nan,
+              2);
+  const std::vector<float> after = RunPlan(v, call, 8, 0xFF);
+  for (size_t i = 0; i < after.size(); ++i) {
+    if (i / v.hidden == 2) {
+      ASSERT_TRUE(std::isnan(after[i])) << i;
+    } else {
+      ASSERT_EQ(kd::FloatBits(after[i]), kd::FloatBits(before[i])) << i;
+    }
+  }
+}
+
+TEST_P(QsrtCpuKernelTest, AnExpertsActivationIsItsOwn) {
+  const QsrtCpuVariant& v = GetParam();
+  if (v.activation != 2) GTEST_SKIP() << "one activation for all experts";
+  Call call(workload_, DrawKind::kUniform, 5, 6);
+  const auto run = [&](std::vector<int32_t> numbers) {
+    std::memcpy(call.at(QsrtParam::kActivations).data(), numbers.data(),
+                4 * v.experts);
+    const std::vector<float> out = RunPlan(v, call, 6, 0xFF);
+    EXPECT_TRUE(SameBits(out, call.Expected(sequential())));
+    return out;
+  };
+  const std::vector<float> silu = run(std::vector<int32_t>(v.experts, 0));
+  const std::vector<float> situ = run(std::vector<int32_t>(v.experts, 1));
+  std::vector<int32_t> mixed(v.experts, 0);
+  mixed[0] = 1;
+  const std::vector<float> both = run(mixed);
+  EXPECT_NE(silu, situ);
+  EXPECT_NE(both, situ);
+}
+
+// Variants that differ in axes and lanes alone are candidates of one request.
+TEST(QsrtCpuKernelTest, AllCandidatesOfAnArmGiveEqualBits) {
+  std::map<std::tuple<uint32_t, uint32_t, int, int, bool, bool, bool, int64_t>,
+           std::vector<float>>
+      first;
+  size_t compared = 0;
+  for (const QsrtCpuVariant& v : QsrtCpuVariants()) {
+    const QsrtWorkload workload(GeometryOf(v), 11);
+    const Call call(workload, DrawKind::kRagged, 8, 9);
+    const std::vector<float> out = RunPlan(v, call, 9, 0xFF);
+    const auto [it, inserted] =
+        first.try_emplace({v.hidden, v.experts, v.other_low, v.activation,
+                           v.shared_suh, v.x_bf16, v.id_i64, v.activation_bits},
+                          out);
+    if (inserted) continue;
+    ++compared;
+    EXPECT_EQ(
+        std::memcmp(it->second.data(), out.data(), out.size() * sizeof(float)),
+        0)
+        << v.name;
+  }
+  EXPECT_GE(compared, 4u);
+}
+
+// ---- the codebook ----------------------------------------------------------
+
+template <int K, int L>
+void ExpectTheCodebook() {
+  const TrellisTable& table = TrellisTableOf(TrellisCodebook::kSqgE4m3, K);
+  for (uint32_t s = 0; s < 65536; s += L) {
+    uint32_t states[L];
+    std::iota(states, states + L, s);
+    float values[L];
+    kd::Store(values, kd::DecodeSqgLanes<K, L>(kd::Load<kd::U32V<L>>(states)));
+    for (uint32_t i = 0; i < L; ++i) {
+      ASSERT_EQ(kd::FloatBits(values[i]), kd::FloatBits(table.value[s + i]))
+          << "K=" << K << " state " << s + i;
+    }
+  }
+}
+
+TEST(SqgVectorTest, EveryStateHasTheValueOfTheCodebook) {
+  ExpectTheCodebook<2, 8>();
+  ExpectTheCodebook<3, 8>();
+  ExpectTheCodebook<4, 8>();
+  ExpectTheCodebook<2, 16>();
+  ExpectTheCodebook<3, 16>();
+  ExpectTheCodebook<4, 16>();
+}
+
+template <int K, int L>
+void ExpectTheTable() {
+  std::vector<uint16_t> table(65536, 0x7FC0);  // NaN
+  for (uint32_t first = 0; first < 65536; first += 1024) {
+    kd::FillSqgCodewords<K, L>(first, 1024, table.data());
+  }
+  for (uint32_t s = 0; s < 65536; s += L) {
+    uint32_t states[L];
+    std::iota(states, states + L, s);
+    const auto lanes = kd::Load<kd::U32V<L>>(states);
+    float looked_up[L];
+    kd::Store(looked_up, kd::LookUpSqgLanes<L>(lanes, table.data()));
+    float decoded[L];
+    kd::Store(decoded, kd::DecodeSqgLanes<K, L>(lanes));
+    ASSERT_EQ(std::memcmp(looked_up, decoded, sizeof decoded), 0)
+        << "K=" << K << " states from " << s;
+  }
+}
+
+TEST(SqgVectorTest, TheTableOfAllStatesIsTheCompactDecoder) {
+  ExpectTheTable<2, 8>();
+  ExpectTheTable<3, 8>();
+  ExpectTheTable<4, 16>();
+  ExpectTheTable<3, 16>();
+}
+
+// ---- vector files ----------------------------------------------------------
+
+void CopyHalves(const json& from, std::string* to) {
+  const auto halves = from.get<std::vector<uint16_t>>();
+  ASSERT_EQ(2 * halves.size(), to->size());
+  std::memcpy(to->data(), halves.data(), to->size());
+}
+
+// A vector file's matrices have one rate and 128 intermediate channels: they
+// become the low records of experts whose high ones have scales of zero.
+void CopyMatrix(const json& file, const std::string& name, uint64_t stream,
+                size_t experts, size_t columns, size_t rows, size_t low,
+                size_t high, std::string* to) {
+  const size_t count = experts * rows * columns / 16 * low;
+  testing::SplitMix64 random(file.at("case").at("seed").get<uint64_t>() +
+                             stream);
+  const std::vector<uint16_t> words = random.Words(count);
+  ASSERT_EQ(testing::Sha256Hex(words),
+            file.at("case").at("payload_sha256").at(name))
+      << name;
+  const bool fc1 = name != "down";
+  // Of the low record and of both, between neighbouring hidden tiles of fc1,
+  // or of a whole expert of fc2.
+  const size_t pieces = fc1 ? experts * rows / 16 : experts;
+  const size_t piece = count / pieces;
+  const size_t both = piece / low * (low + high);
+  for (size_t i = 0; i < pieces; ++i) {
+    std::memcpy(to->data() + 2 * i * both, words.data() + i * piece, 2 * piece);
+  }
+}
+
+// [gate_svh | up_svh | down_suh] of each expert.
+void CopyRotations(const json& file, size_t experts, std::string* to) {
+  std::fill(to->begin(), to->end(), '\0');
+  const char* const tables[] = {"gate_svh", "up_svh", "down_suh"};
+  for (size_t t = 0; t < 3; ++t) {
+    const auto halves =
+        file.at("case").at(tables[t]).get<std::vector<uint16_t>>();
+    ASSERT_EQ(halves.size(), 128 * experts);
+    for (size_t e = 0; e < experts; ++e) {
+      std::memcpy(to->data() + 2 * (3 * e + t) * 256, halves.data() + 128 * e,
+                  256);
+    }
+  }
+}
+
+class QsrtVectorFileTest : public ::testing::TestWithParam<QsrtCpuVariant> {
+ protected:
+  // mode: of both products. low, high: its rates.
+  void Expect(const std::string& name, int32_t mode, size_t low, size_t high) {
+    const QsrtCpuVariant& v = GetParam();
+    const json file = testing::ReadJson(VectorsFolder() / name);
+    const json& c = file.at("case");
+    ASSERT_EQ(c.at("K").get<size_t>(), low);
+    const QsrtWorkload workload(GeometryOf(v), 11);
+    Call call(workload, DrawKind::kUniform, 0, 3);
+    const size_t e = v.experts;
+    CopyMatrix(file, "gate", 1, e, 128, v.hidden, low, high,
+               &call.at(QsrtParam::kWGate));
+    CopyMatrix(file, "up", 2, e, 128, v.hidden, low, high,
+               &call.at(QsrtParam::kWUp));
+    CopyMatrix(file, "down", 3, e, v.hidden, 128, low, high,
+               &call.at(QsrtParam::kWDown));
+    CopyHalves(c.at("gate_suh"), &call.at(QsrtParam::kGateSuh));
+    CopyHalves(c.at("up_suh"), &call.at(QsrtParam::kUpSuh));
+    CopyHalves(c.at("down_svh"), &call.at(QsrtParam::kDownSvh));
+    CopyRotations(file, e, &call.at(QsrtParam::kRotations));
+    CopyHalves(c.at("x_fp16"), &call.at(QsrtParam::kX));
+    const std::vector<int32_t> modes(e, mode);
+    std::memcpy(call.at(QsrtParam::kModesFc1).data(), modes.data(), 4 * e);
+    std::memcpy(call.at(QsrtParam::kModesFc2).data(), modes.data(), 4 * e);
+    std::string* ids = &call.at(QsrtParam::kTopkIds);
+    std::string* weights = &call.at(QsrtParam::kTopkWeights);
+    ids->clear();
+    weights->clear();
+    for (size_t t = 0; t < 3; ++t) {
+      for (size_t j = 0; j < v.top_k; ++j) {
+        const int32_t id = c.at("topk_ids").at(t).at(j);
+        const float weight = c.at("topk_weights_f32").at(t).at(j);
+        ids->append(reinterpret_cast<const char*>(&id), 4);
+        weights->append(reinterpret_cast<const char*>(&weight), 4);
+      }
+    }
+    std::vector<double> expected;
+    for (const json& row :
+         c.at(v.activation_bits == 8 ? "expected_staged_w4a8_f32"
+                                     : "expected_staged_w4a16_f32")) {
+      for (const json& value : row) expected.push_back(value);
+    }
+    const std::vector<float> out = RunPlan(v, call, 3, 0xFF);
+    EXPECT_LE(WorstError(out, expected, v.hidden), 1e-3) << v.name;
+  }
+};
+
+std::vector<QsrtCpuVariant> VariantsNamed(const std::string& prefix) {
+  std::vector<QsrtCpuVariant> found;
+  for (const QsrtCpuVariant& v : QsrtCpuVariants()) {
+    if (v.name.rfind(prefix, 0) == 0) found.push_back(v);
+  }
+  return found;
+}
+
+class QsrtSituFileTest : public QsrtVectorFileTest {};
+
+INSTANTIATE_TEST_SUITE_P(Variants, QsrtSituFileTest,
+                         ::testing::ValuesIn(VariantsNamed("file_situ")),
+                         [](const auto& v) { return v.param.name; });
+
+TEST_P(QsrtSituFileTest, ThreeBitsAreTheLowRecordOfP33) {
+  Expect("moe_sqg_k3_situ_shared.json", 0, 3, 3);
+}
+
+class QsrtSiluFileTest : public QsrtVectorFileTest {};
+
+INSTANTIATE_TEST_SUITE_P(Variants, QsrtSiluFileTest,
+                         ::testing::ValuesIn(VariantsNamed("file_silu")),
+                         [](const auto& v) { return v.param.name; });
+
+TEST_P(QsrtSiluFileTest, TwoBitsAreTheLowRecordOfP24) {
+  Expect("moe_sqg_k2_inline_payload.json", 1, 2, 4);
+}
+
+// ---- containers ------------------------------------------------------------
+
+// The native tensors and the modes of a part are what the op takes: the
+// variants of these names, run on them, against the reference over the part.
+void ExpectRunsOn(TrellisSource* source, const std::string& prefix,
+                  size_t variants) {
+  const TrellisLayout& layout = source->layout();
+  const testing::NativeLayer native(source);
+  const std::vector<int32_t> fc1 = PairModes(layout.rates_fc1);
+  const std::vector<int32_t> fc2 = PairModes(layout.rates_fc2);
+  // Both kinds, or the test would show nothing.
+  ASSERT_EQ(std::set<int32_t>(fc1.begin(), fc1.end()).size(), 2u);
+  const std::vector<QsrtCpuVariant> found = VariantsNamed(prefix);
+  ASSERT_EQ(found.size(), variants);
+  for (const QsrtCpuVariant& v : found) {
+    SCOPED_TRACE(v.name);
+    ASSERT_EQ(v.hidden, layout.hidden);
+    ASSERT_EQ(v.experts, layout.experts);
+    ASSERT_EQ(v.shared_suh, layout.shared_scales);
+    const QsrtWorkload workload(GeometryOf(v), 11);
+    Call call(workload, DrawKind::kUniform, 0, 6);
+    const QsrtParam params[] = {QsrtParam::kWGate,  QsrtParam::kWUp,
+                                QsrtParam::kWDown,  QsrtParam::kGateSuh,
+                                QsrtParam::kUpSuh,  QsrtParam::kRotations,
+                                QsrtParam::kDownSvh};
+    for (size_t i = 0; i < kTrellisSlots.size(); ++i) {
+      const std::string tensor = testing::ReadSlot(source, kTrellisSlots[i]);
+      // The words of P33 and P43 are as many as the part's experts have.
+      if (i < 3 && v.other_low == 4) {
+        ASSERT_LT(tensor.size(), call.at(params[i]).size()) << i;
+      } else {
+        ASSERT_EQ(tensor.size(), call.at(params[i]).size()) << i;
+      }
+      call.at(params[i]) = tensor;
+    }
+    std::memcpy(call.at(QsrtParam::kModesFc1).data(), fc1.data(),
+                4 * fc1.size());
+    std::memcpy(call.at(QsrtParam::kModesFc2).data(), fc2.data(),
+                4 * fc2.size());
+    // Scales of the part do not take back the growth of products, which a
+    // binary16 would not hold for x of order one: 2^-6 of it.
+    ASSERT_TRUE(v.x_bf16);
+    std::string& x = call.at(QsrtParam::kX);
+    for (size_t at = 0; at < x.size(); at += 2) {
+      uint16_t bits = 0;
+      std::memcpy(&bits, x.data() + at, 2);
+      if ((bits & 0x7F80) > 6 << 7) bits -= 6 << 7;
+      std::memcpy(x.data() + at, &bits, 2);
+    }
+    FusedMoeProblem problem = native.Problem();
+    problem.tokens = 6;
+    problem.top_k = v.top_k;
+    problem.x_dtype = v.x_bf16 ? DType::kBf16 : DType::kF16;
+    problem.id_dtype = v.id_i64 ? DType::kI64 : DType::kI32;
+    problem.x = call.at(QsrtParam::kX).data();
+    problem.topk_ids = call.at(QsrtParam::kTopkIds).data();
+    problem.topk_weights =
+        reinterpret_cast<const float*>(call.at(QsrtParam::kTopkWeights).data());
+    const std::vector<double> expected = testing::AllRows(
+        problem, v.activation_bits == 8 ? ReferenceMode::kSequentialW4A8
+                                        : ReferenceMode::kSequential);
+    const std::vector<float> out = RunPlan(v, call, 6, 0xFF);
+    EXPECT_TRUE(SameBits(out, expected));
+    EXPECT_TRUE(std::all_of(out.begin(), out.end(),
+                            [](float value) { return std::isfinite(value); }));
+    EXPECT_TRUE(std::any_of(out.begin(), out.end(),
+                            [](float value) { return value != 0; }));
+  }
+}
+
+// The extent of the vector file, whose decoded matrices qsrt_vectors_test
+// matches.
+TEST(QsrtCpuKernelTest, RunsOnAnExtentOfAtoms) {
+  const json file = testing::ReadJson(VectorsFolder() / "qsrt_atoms_v1.json");
+  const json& e = file.at("extent");
+  std::string payload;
+  ASSERT_TRUE(absl::Base64Unescape(e.at("payload_base64").get<std::string>(),
+                                   &payload));
+  std::vector<int64_t> ids, codes;
+  for (const json& expert : e.at("experts")) {
+    ids.push_back(expert.at("expert_id"));
+    codes.push_back(expert.at("format_code"));
+  }
+  std::string table;
+  for (int64_t i = 0; i < e.at("H").get<int64_t>(); ++i) {
+    table += std::string("\0\x3C", 2);
+  }
+  const auto bytes = [](const std::string& text) {
+    return std::span<const uint8_t>(
+        reinterpret_cast<const uint8_t*>(text.data()), text.size());
+  };
+  QsrtExtent extent;
+  extent.hidden = e.at("H");
+  extent.atom_slots = e.at("atom_slots");
+  extent.experts_per_layer = e.at("experts_per_layer");
+  extent.rotation_multiplier = e.at("rotation_multiplier");
+  extent.layer = e.at("layer_index");
+  extent.first_slot = e.at("first_atom_slot");
+  extent.payload = bytes(payload);
+  extent.row_stride = ids.size() * e.at("atom_bundle_bytes").get<uint64_t>();
+  extent.expert_ids = ids;
+  extent.format_codes = codes;
+  extent.gate_suh = extent.up_suh = extent.down_svh = bytes(table);
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<TrellisSource> source,
+                       TrellisFromQsrt(extent));
+  ExpectRunsOn(source.get(), "atoms", 2);
+}
+
+// The second part of a BTX layer.
+TEST(QsrtCpuKernelTest, RunsOnAPartOfABtxLayer) {
+  const testing::TestFolder folder;
+  testing::BtxOptions options;
+  options.codebook = "sqg_e4m3";
+  options.pair_kinds = {"P33", "P43"};
+  options.per_expert_rotations = true;
+  const testing::BtxFiles files = testing::MakeBtxFiles(options);
+  testing::WriteBtx(folder, options, files);
+  ASSERT_OK_AND_ASSIGN(const BtxManifest manifest,
+                       ReadBtxManifest(folder.path()));
+  ASSERT_OK_AND_ASSIGN(BtxLayer layer,
+                       BtxLayer::Open(folder.path(), manifest, options.layer));
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<TrellisSource> source,
+                       TrellisFromBtx({.begin = 256, .end = 512}, &layer));
+  ExpectRunsOn(source.get(), "btx", 1);
+}
+
+}  // namespace
+}  // namespace kiln

@@ -1,0 +1,47 @@
+// Compiled once per variant, with the template's macros on the command line
+// and KILN_CPU_PREFIX as a prefix of its own.
+
+#include "tests/templates/qsrt_cpu_variant.h"
+
+#include "templates/fused_moe/qsrt_cpu.cc"
+
+#define KILN_TEXT_(x) #x
+#define KILN_TEXT(x) KILN_TEXT_(x)
+#define KILN_STEP(name)                                                \
+  {                                                                    \
+#name, {                                                           \
+      .run = KILN_CPU_SYMBOL(name),                                    \
+      .args_bytes = KILN_CPU_JOIN(KILN_CPU_SYMBOL(name), _args_bytes), \
+    }                                                                  \
+  }
+
+namespace kiln::testing {
+
+QsrtCpuVariant KILN_CPU_SYMBOL(Variant)();
+
+QsrtCpuVariant KILN_CPU_SYMBOL(Variant)() {
+  return {.name = KILN_TEXT(KILN_CPU_PREFIX),
+          .hidden = kHidden,
+          .experts = kExperts,
+          .top_k = kTopK,
+          .other_low = KILN_OTHER_LOW,
+          .activation = KILN_ACTIVATION,
+          .shared_suh = kSharedSuh,
+          .x_bf16 = KILN_X_BF16 != 0,
+          .id_i64 = KILN_ID_I64 != 0,
+          .activation_bits = KILN_ACTIVATION_BITS,
+          .tokens_tile = kRows,
+          .channels_tile = kStrip,
+          .k_tile = kDepth,
+          .codewords = KILN_CODEWORDS,
+          .row_group = kRowGroup,
+          .steps = {KILN_STEP(kiln_qsrt_cpu_route),
+#if KILN_CODEWORDS
+                    KILN_STEP(kiln_qsrt_cpu_table),
+#endif
+                    KILN_STEP(kiln_qsrt_cpu_rotate),
+                    KILN_STEP(kiln_qsrt_cpu_fc1), KILN_STEP(kiln_qsrt_cpu_fc2),
+                    KILN_STEP(kiln_qsrt_cpu_combine)}};
+}
+
+}  // namespace kiln::testing
