@@ -15,16 +15,23 @@
 namespace kiln {
 namespace {
 
-// Sidecars have no manifest: no template serves them.
+// Sidecars do not say all that a request needs: without -o, a table of them.
 absl::StatusOr<int> DescribeNpk(const GlobalOptions& global,
                                 const DescribeCommand& command) {
   ASSIGN_OR_RETURN(const std::vector<NpkLayerSummary> layers,
                    DescribeNpkFolder(command.checkpoint));
   if (!command.output.empty()) {
+    const NpkMetadata& m = layers.front().metadata;
     return absl::FailedPreconditionError(absl::StrCat(
         command.checkpoint,
-        ": holds NPK-1 sidecars, which no template serves yet: there is no "
-        "manifest to write"));
+        ": holds NPK-1 sidecars, which name neither top_k, nor the types of x "
+        "and ids, nor up to how many tokens activations keep 16 bits; write "
+        "the request by hand, with \"hidden\" ",
+        m.hidden, ", \"intermediate\" ", m.intermediate_global / m.world_size,
+        " (of one of ", m.world_size, " ranks), \"experts\" ", m.experts,
+        ", \"weights\" {\"format\": \"trellis_mx\", \"bits\": ", m.bits,
+        ", \"limit\": \"", m.limit,
+        "\"} and \"recipe\" \"w4a8\"; only coupled boundaries are served"));
   }
   nlohmann::ordered_json out = nlohmann::ordered_json::array();
   std::vector<std::vector<std::string>> rows = {

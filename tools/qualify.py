@@ -91,6 +91,7 @@ def main():
         requests = [with_more_rows(r, MORE_ROWS[backend])
                     for r in manifest["requests"]
                     if (r["op"], r["weights"]["format"]) in served]
+        reached = {(r["op"], r["weights"]["format"]) for r in requests}
         suite = os.path.join(folder, SUITE)
         with open(suite, "w", encoding="utf-8") as out:
             json.dump({**manifest, "requests": requests}, out)
@@ -129,10 +130,12 @@ def main():
         "driver_version": devices[0]["driver_version"] if devices else 0,
         "compiler": {"version": compiler["version"],
                      "content": compiler["content"]},
+        # Those that a request of the suite reached.
         "templates": [{key: template[key]
                        for key in ("name", "version", "sources")}
                       for template in doctor["templates"]
-                      if template["backend"] == backend],
+                      if template["backend"] == backend
+                      and (template["op"], template["format"]) in reached],
         "requests": len(requests),
         "intervals": prewarm["intervals"],
         "candidates_verified": prewarm["candidates"],

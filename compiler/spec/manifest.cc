@@ -97,6 +97,22 @@ bool IsQsrt(const JsonNode& weights) {
   return Says(weights, "format", WeightFormatName(WeightFormat::kQsrt));
 }
 
+absl::StatusOr<Op> ParseOp(const ObjectReader& reader) {
+  return reader.Word<Op>(
+      "op", {{"fused_moe", Op::kFusedMoe}, {"linear", Op::kLinear}});
+}
+
+absl::StatusOr<WeightFormat> ParseFormat(const ObjectReader& weights, Op op) {
+  if (op == Op::kLinear) {
+    return weights.Word<WeightFormat>("format",
+                                      {{"exl3", WeightFormat::kExl3}});
+  }
+  return weights.Word<WeightFormat>("format",
+                                    {{"exl3", WeightFormat::kExl3},
+                                     {"trellis_mx", WeightFormat::kTrellisMx},
+                                     {"qsrt", WeightFormat::kQsrt}});
+}
+
 absl::StatusOr<Codebook> ParseCodebook(const ObjectReader& reader) {
   return reader.Word<Codebook>("codebook", {{"3inst", Codebook::k3Inst},
                                             {"mcg", Codebook::kMcg},
@@ -114,11 +130,7 @@ absl::StatusOr<Weights> ParseMoeExl3(absl::string_view file,
                                      const ObjectReader& reader) {
   RETURN_IF_ERROR(reader.CheckKeys({"format", "codebook", "bits", "scales"}));
   Weights weights;
-  ASSIGN_OR_RETURN(weights.format,
-                   reader.Word<WeightFormat>(
-                       "format", {{"exl3", WeightFormat::kExl3},
-                                  {"trellis_mx", WeightFormat::kTrellisMx},
-                                  {"qsrt", WeightFormat::kQsrt}}));
+  ASSIGN_OR_RETURN(weights.format, ParseFormat(reader, Op::kFusedMoe));
   ASSIGN_OR_RETURN(weights.codebook, ParseCodebook(reader));
   ASSIGN_OR_RETURN(weights.bits, ParseBits(file, reader));
   ASSIGN_OR_RETURN(weights.shared_scales, ParseSharedScales(reader));
@@ -352,9 +364,7 @@ absl::Status ParseLinear(absl::string_view file, const ObjectReader& reader,
                    reader.Required("weights", JsonNode::Kind::kObject));
   const ObjectReader weights(file, *node, "\"weights\"");
   RETURN_IF_ERROR(weights.CheckKeys({"format", "codebook", "bits"}));
-  ASSIGN_OR_RETURN(
-      out->weights.format,
-      weights.Word<WeightFormat>("format", {{"exl3", WeightFormat::kExl3}}));
+  ASSIGN_OR_RETURN(out->weights.format, ParseFormat(weights, Op::kLinear));
   ASSIGN_OR_RETURN(out->weights.codebook, ParseCodebook(weights));
   ASSIGN_OR_RETURN(const int64_t bits,
                    weights.Integer("bits", kBitsMin, kBitsMax));
@@ -362,10 +372,20 @@ absl::Status ParseLinear(absl::string_view file, const ObjectReader& reader,
   return absl::OkStatus();
 }
 
-// Which keys a request has depends on its op and its format; one that does not
-// say it is held against those of fused_moe.
-absl::Status CheckRequestKeys(const ObjectReader& reader) {
-  if (Says(reader.node(), "op", OpName(Op::kLinear))) {
+// Which keys a request has depends on its op and its format. So these are read
+// first, or a mistake in them would be blamed on the keys.
+absl::Status CheckRequestKeys(absl::string_view file,
+                              const ObjectReader& reader) {
+  if (reader.node().kind != JsonNode::Kind::kObject) {
+    return reader.CheckKeys({});
+  }
+  ASSIGN_OR_RETURN(const Op op, ParseOp(reader));
+  const JsonNode* node = reader.Optional("weights");
+  if (node != nullptr && node->kind == JsonNode::Kind::kObject) {
+    RETURN_IF_ERROR(
+        ParseFormat(ObjectReader(file, *node, "\"weights\""), op).status());
+  }
+  if (op == Op::kLinear) {
     return reader.CheckKeys({"name", "op", "layers", "in_features",
                              "out_features", "bias", "io_dtype", "weights",
                              "recipe", "capacities", "deterministic"});
@@ -392,13 +412,11 @@ absl::Status CheckRequestKeys(const ObjectReader& reader) {
 absl::StatusOr<Request> ParseRequest(absl::string_view file,
                                      const JsonNode& node) {
   const ObjectReader reader(file, node, "request");
-  RETURN_IF_ERROR(CheckRequestKeys(reader));
+  RETURN_IF_ERROR(CheckRequestKeys(file, reader));
   Request request;
   RequestGeometry& geometry = request.geometry;
   ASSIGN_OR_RETURN(request.name, ParseName(reader, true));
-  ASSIGN_OR_RETURN(geometry.op,
-                   reader.Word<Op>("op", {{"fused_moe", Op::kFusedMoe},
-                                          {"linear", Op::kLinear}}));
+  ASSIGN_OR_RETURN(geometry.op, ParseOp(reader));
   ASSIGN_OR_RETURN(request.layers, ParseLayers(reader));
   RETURN_IF_ERROR(geometry.op == Op::kLinear
                       ? ParseLinear(file, reader, &geometry)

@@ -37,10 +37,10 @@ std::vector<ParamDecl> QsrtParams(const RequestGeometry& geometry) {
   const std::string id(DTypeName(geometry.id_dtype));
   const std::string table =
       geometry.weights.shared_scales ? "[1, hidden]" : "[experts, hidden]";
-  // Experts of P33 and P24 have equally many words.
-  const std::string words = geometry.qsrt.pairs == PairKinds::kP24P33
-                                ? "[experts, 48*hidden]"
-                                : "[words of all experts]";
+  // Experts of P33 and P24 have equally many words. Those of P43 have 56 *
+  // hidden, so what is declared beside P43 is the least that a layer can have;
+  // its modes say how many words there are.
+  const std::string words = "[experts, 48*hidden]";
   std::vector<ParamDecl> params = {
       {"x", io, "[m, hidden]", false},
       {"topk_ids", id, "[m, top_k]", false},

@@ -255,15 +255,16 @@ TEST(QsrtBytesTest, AreTheShapesTimesTheirElements) {
 }
 
 // A caller checks the size of a tensor by its shape; how many words experts of
-// P33 and P43 have together is the layer's own.
-TEST(QsrtParamsTest, OnlyWordsOfEqualExpertsHaveAShape) {
+// P33 and P43 have together is the layer's own, but no fewer than if all were
+// P33.
+TEST(QsrtParamsTest, WordsHaveAtLeastTheShapeOfP33) {
   RequestGeometry g = ProblemFor(1, 1).geometry;
   const auto shape = [&g] {
     return QsrtParams(g)[static_cast<size_t>(QsrtParam::kWDown)].shape;
   };
   EXPECT_EQ(shape(), "[experts, 48*hidden]");
   g.qsrt.pairs = PairKinds::kP33P43;
-  EXPECT_EQ(shape(), "[words of all experts]");
+  EXPECT_EQ(shape(), "[experts, 48*hidden]");
 }
 
 TEST(QsrtRateTest, IsThatOfTheKindsName) {

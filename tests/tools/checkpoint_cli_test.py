@@ -93,7 +93,9 @@ class CheckpointCliTest(CliTest):
             "bytes": layers[0]["bytes"]}])
         done = self.kiln("describe", self.at("npk"), "-o", self.at("m.json"),
                          code=4)
-        self.assertIn("no template serves yet", done.stderr)
+        self.assertIn('"hidden" 512, "intermediate" 128 (of one of 2 ranks), '
+                      '"experts" 1, "weights" {"format": "trellis_mx", "bits": '
+                      '2, "limit": "10"}', done.stderr)
         done = self.kiln("--json", "prepare", self.at("npk"), "-o",
                          self.at("out"), "--layer", "0", "--tp", "1/2")
         answer = json.loads(done.stdout)

@@ -767,6 +767,20 @@ TEST_P(BadQsrtTest, IsRefusedWithPlaceValueAndRule) {
               StatusIs(absl::StatusCode::kInvalidArgument, Eq(input.message)));
 }
 
+// What decides which keys belong to a request is judged before the keys.
+TEST(ParseManifestTest, AMistakeInTheFormatOrOpIsNotBlamedOnTheKeys) {
+  EXPECT_THAT(ParseManifest(
+                  absl::StrReplaceAll(kQsrt, {{"\"qsrt\"", "\"QSRT\""}}), "f"),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       AllOf(HasSubstr("\"format\" is \"QSRT\""),
+                             HasSubstr("\"qsrt\""))));
+  EXPECT_THAT(
+      ParseManifest(
+          absl::StrReplaceAll(kQsrt, {{"\"fused_moe\"", "\"Linear\""}}), "f"),
+      StatusIs(absl::StatusCode::kInvalidArgument,
+               HasSubstr("\"op\" is \"Linear\"")));
+}
+
 TEST(ParseManifestTest, Exl3HasNoSmallMLimit) {
   EXPECT_THAT(
       ParseManifest(
