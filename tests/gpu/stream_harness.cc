@@ -222,7 +222,7 @@ class Bench {
     // The tile kernel's best.
     std::vector<Assignment> points =
         FusedMoeCudaTemplate()->Enumerate(problem, 8).points;
-    Compile(FusedMoeCudaTemplate(), problem, points);
+    CompilePoints(FusedMoeCudaTemplate(), problem, points, programs_, threads_);
     std::vector<Timed> tile;
     for (const Assignment& point : points) {
       tile.push_back(Time(FusedMoeCudaTemplate(), problem, point, m, 99, 15));
@@ -248,7 +248,7 @@ class Bench {
           first.push_back(point);
       }
     }
-    Compile(stream, problem, first);
+    CompilePoints(stream, problem, first, programs_, threads_);
     std::vector<Timed> fc1;
     for (const Assignment& point : first) {
       fc1.push_back(Time(stream, problem, point, m, 1, 15));
@@ -275,7 +275,7 @@ class Bench {
           }
         }
       }
-      Compile(stream, problem, second);
+      CompilePoints(stream, problem, second, programs_, threads_);
       for (const Assignment& point : second) {
         whole.push_back(Time(stream, problem, point, m, 2, 11));
       }
@@ -307,18 +307,6 @@ class Bench {
     return timed;
   }
 
-  void Compile(const KernelTemplate* from, const kiln::Problem& problem,
-               const std::vector<Assignment>& points) {
-    std::vector<SourceUnit> units;
-    for (const Assignment& point : points) {
-      for (SourceUnit& unit :
-           from->MakeUnits(problem.geometry, problem.device.target, point)) {
-        units.push_back(std::move(unit));
-      }
-    }
-    programs_->Prepare(units, threads_);
-  }
-
   Problem p_;
   std::vector<u32> tokens_;
   Programs* programs_;
@@ -329,95 +317,22 @@ class Bench {
 
 // ---- command line ----------------------------------------------------------
 
-struct Options {
-  std::string nvrtc, filter, compile_only;
-  Assignment once;
-  bool quick = false, bench = true, correctness = true;
-  int threads = 0, codebook = 1, bits = 4, shape = 0;
-  std::vector<u32> tokens = {1, 2, 4, 8, 16};
-};
-
-Options Parse(int argc, char** argv) {
-  Options o;
-  const auto value = [&](int* i) -> std::string {
-    if (*i + 1 >= argc) Die(std::string(argv[*i]) + " needs a value");
-    return argv[++*i];
-  };
-  for (int i = 1; i < argc; ++i) {
-    const std::string a = argv[i];
-    if (a == "--nvrtc") {
-      o.nvrtc = value(&i);
-    } else if (a == "--filter") {
-      o.filter = value(&i);
-    } else if (a == "--compile-only") {
-      o.compile_only = value(&i);
-    } else if (a == "--codebook") {
-      o.codebook = std::atoi(value(&i).c_str());
-    } else if (a == "--bits") {
-      o.bits = std::atoi(value(&i).c_str());
-    } else if (a == "--shape") {
-      o.shape = std::atoi(value(&i).c_str());
-    } else if (a == "--threads") {
-      o.threads = std::atoi(value(&i).c_str());
-    } else if (a == "--quick") {
-      o.quick = true;
-    } else if (a == "--once") {
-      o.once = ParseAssignment(value(&i));
-      o.correctness = false;
-    } else if (a == "--plain") {
-      overlap = false;
-    } else if (a == "--bench-only") {
-      o.correctness = false;
-    } else if (a == "--no-bench") {
-      o.bench = false;
-    } else if (a == "--bench-tokens") {
-      o.tokens = ParseTokens(value(&i));
-    } else {
-      Die("unknown option " + a);
-    }
-  }
-  if (o.codebook < 0 || o.codebook > 2) Die("--codebook is 0, 1 or 2");
-  if (o.bits < 1 || o.bits > 8) Die("--bits is 1 to 8");
-  if (o.shape < 0 || o.shape > 2) Die("--shape is 0, 1 or 2");
-  if (o.tokens.empty()) Die("--bench-tokens needs a number");
-  if (o.threads <= 0) {
-    o.threads = static_cast<int>(
-        std::clamp(std::thread::hardware_concurrency(), 1u, 16u));
-  }
-  return o;
-}
-
-std::vector<Case> Selected(const Options& o) {
-  std::vector<Case> cases = Cases(o.quick);
-  std::erase_if(cases, [&o](const Case& c) {
-    return c.problem.name.find(o.filter) == std::string::npos;
-  });
-  return cases;
-}
-
 int Main(int argc, char** argv) {
-  const Options o = Parse(argc, argv);
+  const Options o = Parse(argc, argv, {1, 2, 4, 8, 16});
   const Nvrtc nvrtc = OpenNvrtc(o.nvrtc);
   if (!o.compile_only.empty()) {
     Programs programs(nvrtc, o.compile_only);
-    CompileAll(FusedMoeStreamTemplate(), Selected(o), o.compile_only, &programs,
-               o.threads);
+    CompileAll(FusedMoeStreamTemplate(), Selected(Cases(o.quick), o),
+               o.compile_only, &programs, o.threads);
     return 0;
   }
   const Device device = OpenDevice(nvrtc);
   Programs programs(nvrtc, device.arch);
   bool ok = true;
   if (o.correctness) {
-    const std::vector<Case> cases = Selected(o);
-    CompileAll(FusedMoeStreamTemplate(), cases, device.arch, &programs,
-               o.threads);
-    Suite suite(FusedMoeStreamTemplate(), StagedMax, &programs, device.arch,
-                o.threads);
-    for (const Case& c : cases) ok = suite.Run(c) && ok;
-    std::printf("%llu runs: %s\n",
-                static_cast<unsigned long long>(suite.total()),
-                ok ? "passed" : "FAILED");
-    std::fflush(stdout);
+    ok = RunCases(FusedMoeStreamTemplate(), StagedMax,
+                  Selected(Cases(o.quick), o), device.arch, &programs,
+                  o.threads);
   }
   if (o.bench) {
     Bench bench(BenchProblem(o.shape, o.codebook, o.bits), o.tokens, &programs,

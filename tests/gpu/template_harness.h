@@ -14,6 +14,7 @@
 #include <mutex>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -396,6 +397,21 @@ inline void CompileAll(const KernelTemplate* from,
 
 // ---- speed -----------------------------------------------------------------
 
+// Compiles the programs of the points that are not there yet.
+inline void CompilePoints(const KernelTemplate* from,
+                          const kiln::Problem& problem,
+                          const std::vector<Assignment>& points,
+                          Programs* programs, int threads) {
+  std::vector<SourceUnit> units;
+  for (const Assignment& point : points) {
+    for (SourceUnit& unit :
+         from->MakeUnits(problem.geometry, problem.device.target, point)) {
+      units.push_back(std::move(unit));
+    }
+  }
+  programs->Prepare(units, threads);
+}
+
 // Memory of one candidate for every layer, and its timing.
 class Timing {
  public:
@@ -483,6 +499,88 @@ inline Problem BenchProblem(int shape, int codebook, int bits) {
     p.experts = 256;
   }
   return p;
+}
+
+// What every harness takes; its head says what each option does.
+struct Options {
+  std::string nvrtc, filter, compile_only;
+  Assignment once;
+  bool quick = false, bench = true, correctness = true;
+  int threads = 0, codebook = 1, bits = 4, shape = 0;
+  std::vector<u32> tokens;  // of the bench
+};
+
+inline Options Parse(int argc, char** argv, std::vector<u32> tokens) {
+  Options o;
+  o.tokens = std::move(tokens);
+  const auto value = [&](int* i) -> std::string {
+    if (*i + 1 >= argc) Die(std::string(argv[*i]) + " needs a value");
+    return argv[++*i];
+  };
+  for (int i = 1; i < argc; ++i) {
+    const std::string a = argv[i];
+    if (a == "--nvrtc") {
+      o.nvrtc = value(&i);
+    } else if (a == "--filter") {
+      o.filter = value(&i);
+    } else if (a == "--compile-only") {
+      o.compile_only = value(&i);
+    } else if (a == "--codebook") {
+      o.codebook = std::atoi(value(&i).c_str());
+    } else if (a == "--bits") {
+      o.bits = std::atoi(value(&i).c_str());
+    } else if (a == "--shape") {
+      o.shape = std::atoi(value(&i).c_str());
+    } else if (a == "--threads") {
+      o.threads = std::atoi(value(&i).c_str());
+    } else if (a == "--quick") {
+      o.quick = true;
+    } else if (a == "--once") {
+      o.once = ParseAssignment(value(&i));
+      o.correctness = false;
+    } else if (a == "--plain") {
+      overlap = false;
+    } else if (a == "--bench-only") {
+      o.correctness = false;
+    } else if (a == "--no-bench") {
+      o.bench = false;
+    } else if (a == "--bench-tokens") {
+      o.tokens = ParseTokens(value(&i));
+    } else {
+      Die("unknown option " + a);
+    }
+  }
+  if (o.codebook < 0 || o.codebook > 2) Die("--codebook is 0, 1 or 2");
+  if (o.bits < 1 || o.bits > 8) Die("--bits is 1 to 8");
+  if (o.shape < 0 || o.shape > 2) Die("--shape is 0, 1 or 2");
+  if (o.tokens.empty()) Die("--bench-tokens needs a number");
+  if (o.threads <= 0) {
+    o.threads = static_cast<int>(
+        std::clamp(std::thread::hardware_concurrency(), 1u, 16u));
+  }
+  return o;
+}
+
+// The cases whose names --filter is part of.
+inline std::vector<Case> Selected(std::vector<Case> cases, const Options& o) {
+  std::erase_if(cases, [&o](const Case& c) {
+    return c.problem.name.find(o.filter) == std::string::npos;
+  });
+  return cases;
+}
+
+// Compiles and runs the cases of a template; whether all passed.
+inline bool RunCases(const KernelTemplate* from, Suite::StagedMax staged_max,
+                     const std::vector<Case>& cases, const std::string& arch,
+                     Programs* programs, int threads) {
+  CompileAll(from, cases, arch, programs, threads);
+  Suite suite(from, staged_max, programs, arch, threads);
+  bool ok = true;
+  for (const Case& c : cases) ok = suite.Run(c) && ok;
+  std::printf("%llu runs: %s\n", static_cast<unsigned long long>(suite.total()),
+              ok ? "passed" : "FAILED");
+  std::fflush(stdout);
+  return ok;
 }
 
 }  // namespace kiln::gpu

@@ -3,17 +3,17 @@
 // Needs NVRTC and a driver.
 //
 //   warpgroup_harness [--nvrtc FILE] [--quick] [--no-bench | --bench-only]
-//       [--compile-only ARCH] [--filter TEXT] [--threads N]
+//       [--compile-only ARCH] [--filter TEXT] [--threads N] [--plain]
 //       [--codebook 0|1|2] [--bits 1..8] [--shape 0|1|2] [--bench-tokens M,...]
 //       [--once AXIS=VALUE,...]
 //
 // The bench times every legal point beside the best candidates of the tile
-// kernel; --once launches one candidate for every layer, for a profiler.
-// Exit status: 0 all passed, 1 a case failed, 2 wrong use or missing library.
+// kernel; --plain launches steps without programmatic dependence; --once
+// launches one candidate for every layer, for a profiler. Exit status: 0 all
+// passed, 1 a case failed, 2 wrong use or missing library.
 
 #include <algorithm>
 #include <cstdio>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -184,14 +184,7 @@ class Bench {
   std::vector<Timed> TimeAll(const KernelTemplate* from,
                              const kiln::Problem& problem,
                              const std::vector<Assignment>& points, u32 m) {
-    std::vector<SourceUnit> units;
-    for (const Assignment& point : points) {
-      for (SourceUnit& unit :
-           from->MakeUnits(problem.geometry, problem.device.target, point)) {
-        units.push_back(std::move(unit));
-      }
-    }
-    programs_->Prepare(units, threads_);
+    CompilePoints(from, problem, points, programs_, threads_);
     std::vector<Timed> times;
     for (const Assignment& point : points) {
       const Loaded plan(Make(from, problem, point), programs_);
@@ -213,69 +206,10 @@ class Bench {
   Layers layers_;
 };
 
-struct Options {
-  std::string nvrtc, filter, compile_only;
-  Assignment once;
-  bool quick = false, bench = true, correctness = true;
-  int threads = 0, codebook = 1, bits = 4, shape = 0;
-  std::vector<u32> tokens = {64, 128, 256, 512, 1024, 2048, 4096};
-};
-
-Options Parse(int argc, char** argv) {
-  Options o;
-  const auto value = [&](int* i) -> std::string {
-    if (*i + 1 >= argc) Die(std::string(argv[*i]) + " needs a value");
-    return argv[++*i];
-  };
-  for (int i = 1; i < argc; ++i) {
-    const std::string a = argv[i];
-    if (a == "--nvrtc") {
-      o.nvrtc = value(&i);
-    } else if (a == "--filter") {
-      o.filter = value(&i);
-    } else if (a == "--compile-only") {
-      o.compile_only = value(&i);
-    } else if (a == "--codebook") {
-      o.codebook = std::atoi(value(&i).c_str());
-    } else if (a == "--bits") {
-      o.bits = std::atoi(value(&i).c_str());
-    } else if (a == "--shape") {
-      o.shape = std::atoi(value(&i).c_str());
-    } else if (a == "--threads") {
-      o.threads = std::atoi(value(&i).c_str());
-    } else if (a == "--quick") {
-      o.quick = true;
-    } else if (a == "--once") {
-      o.once = ParseAssignment(value(&i));
-      o.correctness = false;
-    } else if (a == "--bench-only") {
-      o.correctness = false;
-    } else if (a == "--no-bench") {
-      o.bench = false;
-    } else if (a == "--bench-tokens") {
-      o.tokens = ParseTokens(value(&i));
-    } else {
-      Die("unknown option " + a);
-    }
-  }
-  if (o.codebook < 0 || o.codebook > 2) Die("--codebook is 0, 1 or 2");
-  if (o.bits < 1 || o.bits > 8) Die("--bits is 1 to 8");
-  if (o.shape < 0 || o.shape > 2) Die("--shape is 0, 1 or 2");
-  if (o.tokens.empty()) Die("--bench-tokens needs a number");
-  if (o.threads <= 0) {
-    o.threads = static_cast<int>(
-        std::clamp(std::thread::hardware_concurrency(), 1u, 16u));
-  }
-  return o;
-}
-
 int Main(int argc, char** argv) {
-  const Options o = Parse(argc, argv);
+  const Options o = Parse(argc, argv, {64, 128, 256, 512, 1024, 2048, 4096});
   const Nvrtc nvrtc = OpenNvrtc(o.nvrtc);
-  std::vector<Case> cases = Cases(o.quick);
-  std::erase_if(cases, [&o](const Case& c) {
-    return c.problem.name.find(o.filter) == std::string::npos;
-  });
+  const std::vector<Case> cases = Selected(Cases(o.quick), o);
   if (!o.compile_only.empty()) {
     Programs programs(nvrtc, o.compile_only);
     CompileAll(FusedMoeWarpgroupTemplate(), cases, o.compile_only, &programs,
@@ -290,15 +224,8 @@ int Main(int argc, char** argv) {
   Programs programs(nvrtc, device.arch);
   bool ok = true;
   if (o.correctness) {
-    CompileAll(FusedMoeWarpgroupTemplate(), cases, device.arch, &programs,
-               o.threads);
-    Suite suite(FusedMoeWarpgroupTemplate(), StagedMax, &programs, device.arch,
-                o.threads);
-    for (const Case& c : cases) ok = suite.Run(c) && ok;
-    std::printf("%llu runs: %s\n",
-                static_cast<unsigned long long>(suite.total()),
-                ok ? "passed" : "FAILED");
-    std::fflush(stdout);
+    ok = RunCases(FusedMoeWarpgroupTemplate(), StagedMax, cases, device.arch,
+                  &programs, o.threads);
   }
   if (o.bench) {
     Bench bench(BenchProblem(o.shape, o.codebook, o.bits), o.tokens, &programs,
