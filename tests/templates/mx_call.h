@@ -5,6 +5,7 @@
 #define KILN_TESTS_TEMPLATES_MX_CALL_H_
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -20,6 +21,26 @@
 #include "tests/templates/test_data.h"
 
 namespace kiln::testing {
+
+// The request that a variant of a kernel is compiled for.
+template <typename Variant>
+RequestGeometry GeometryOf(const Variant& v) {
+  RequestGeometry g;
+  g.hidden = v.hidden;
+  g.intermediate = v.inter;
+  g.experts = v.experts;
+  g.top_k = v.top_k;
+  g.io_dtype = v.x_bf16 ? DType::kBf16 : DType::kF16;
+  g.id_dtype = v.id_i64 ? DType::kI64 : DType::kI32;
+  g.weights.format = WeightFormat::kTrellisMx;
+  g.weights.bits = {.gate = v.bits, .up = v.bits, .down = v.bits};
+  g.recipe = Recipe::kW4A8;
+  const auto limit = std::bit_cast<float>(v.limit_bits);
+  g.mx.limit =
+      std::isinf(limit) ? "inf" : std::to_string(static_cast<int>(limit));
+  g.mx.smallm_max_tokens = v.activation_bits == 16 ? 64 : 0;
+  return g;
+}
 
 // One call with its tensors; some routes are inactive, and some tokens have no
 // other.

@@ -29,6 +29,7 @@
 namespace kiln {
 namespace {
 
+using testing::GeometryOf;
 using testing::MxCall;
 using testing::MxCudaVariant;
 using testing::MxCudaVariants;
@@ -92,24 +93,6 @@ TEST(MxFragmentTest, ALaneHoldsTheWeightsOfItsFragment) {
 }
 
 // ---- running a plan --------------------------------------------------------
-
-RequestGeometry GeometryOf(const MxCudaVariant& v) {
-  RequestGeometry g;
-  g.hidden = v.hidden;
-  g.intermediate = v.inter;
-  g.experts = v.experts;
-  g.top_k = v.top_k;
-  g.io_dtype = v.x_bf16 ? DType::kBf16 : DType::kF16;
-  g.id_dtype = v.id_i64 ? DType::kI64 : DType::kI32;
-  g.weights.format = WeightFormat::kTrellisMx;
-  g.weights.bits = {.gate = v.bits, .up = v.bits, .down = v.bits};
-  g.recipe = Recipe::kW4A8;
-  const auto limit = std::bit_cast<float>(v.limit_bits);
-  g.mx.limit =
-      std::isinf(limit) ? "inf" : std::to_string(static_cast<int>(limit));
-  g.mx.smallm_max_tokens = v.activation_bits == 16 ? 64 : 0;
-  return g;
-}
 
 struct Slices {
   int64_t fc1 = 1;
