@@ -1,6 +1,7 @@
 #include "templates/fused_moe/template_stream.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <string>
 #include <utility>
@@ -16,17 +17,20 @@
 namespace kiln {
 namespace {
 
-constexpr uint32_t kTokensMax = 16;
-// Warps that share a multiprocessor; stream.cu is compiled to fit so many.
-constexpr int64_t kWarpsResident = 24;
+constexpr uint32_t kTokensMax = 64;
+constexpr int64_t kThreads = 256;  // of a block of fc1 and fc2
 // Input channels of a Hadamard block, the unit in which K is split.
 constexpr int64_t kBlock = 128;
-// Channels of an fc1 block: 128 of gate and the same 128 of up.
-constexpr int64_t kFc1Channels = 256;
-constexpr int64_t kWarpChannels = 32;
+// Output channels that a block has at a time, of one matrix.
+constexpr int64_t kChannels = 256;
 
 // How weights are summed; KILN_SUM of stream.cu.
-enum Sum : int64_t { kRounded = 0, kHalves = 1, kBytes = 2, kBiased = 3 };
+enum Sum : int64_t {
+  kRounded = 0,
+  kHalves = 1,
+  kBytes = 2,
+  kBiased = 3
+};
 
 absl::string_view SumName(int64_t sum) {
   switch (sum) {
@@ -46,75 +50,69 @@ absl::string_view SumName(int64_t sum) {
 // Routes that one block serves at once.
 int64_t RunRows(int64_t sum) { return sum == kBytes ? 4 : 8; }
 
-// One of the two products, as its axes split it.
+// One of the two products, as its axis splits it.
 struct Product {
   int64_t depth = 0;     // input channels, k
-  int64_t operands = 1;  // gate and up, or one
-  int64_t columns = 0;   // blocks side by side
-  int64_t channels = 0;  // output channels of a block
-  int64_t cluster = 1;
-  int64_t warps = 0;
+  int64_t matrices = 1;  // gate and up, or one
+  int64_t width = 0;     // output channels of a matrix
+  int64_t split = 1;     // blocks that share the K of a result
+  int64_t repeat = 1;    // times kChannels that a block serves
+  int64_t ctas = 1;      // blocks per SM that registers must allow
   int bits = 0;
 
-  int64_t groups() const { return warps / (channels / kWarpChannels); }
+  // Blocks side by side; the last of a matrix may have idle warps.
+  int64_t columns() const {
+    return matrices * ((width + repeat * kChannels - 1) / (repeat * kChannels));
+  }
 
   // 128 blocks of K that one block works on, at most.
-  int64_t blocks() const { return (depth / kBlock + cluster - 1) / cluster; }
+  int64_t blocks() const { return (depth / kBlock + split - 1) / split; }
 };
 
 Product Fc1(const RequestGeometry& geometry, const AxisPoint& point) {
   return {
       .depth = geometry.hidden,
-      .operands = 2,
-      .columns = geometry.intermediate / kBlock,
-      .channels = kFc1Channels,
-      .cluster = point.at("cluster_fc1"),
-      .warps = point.at("warps_fc1"),
+      .matrices = 2,
+      .width = geometry.intermediate,
+      .split = point.at("split_fc1"),
+      .repeat = point.at("columns_fc1"),
+      .ctas = point.at("ctas"),
       .bits = std::max(geometry.weights.bits.gate, geometry.weights.bits.up)};
 }
 
 Product Fc2(const RequestGeometry& geometry, const AxisPoint& point) {
-  const int64_t channels = point.at("channels_fc2");
   return {.depth = geometry.intermediate,
-          .operands = 1,
-          .columns = geometry.hidden / channels,
-          .channels = channels,
-          .cluster = point.at("cluster_fc2"),
-          .warps = point.at("warps_fc2"),
+          .matrices = 1,
+          .width = geometry.hidden,
+          .split = point.at("split_fc2"),
+          .repeat = point.at("columns_fc2"),
+          .ctas = point.at("ctas"),
           .bits = geometry.weights.bits.down};
 }
 
-// Operand rows and partial sums; README.md, "Stream".
+// Operand rows; README.md, "Stream".
 int64_t DynamicSharedBytes(const Product& product, int64_t sum) {
-  const int64_t element = sum == kHalves || sum == kBytes ? 4 : 2;
-  // Results that a block of the cluster finishes.
-  const int64_t item_channels = product.operands * kBlock;
-  const int64_t items =
-      (RunRows(sum) * product.channels / item_channels + product.cluster - 1) /
-      product.cluster;
-  return product.operands * 8 * (product.blocks() * kBlock * element + 16) +
-         product.cluster * product.groups() * items * (item_channels + 4) * 4;
+  const int64_t element = sum == kRounded || sum == kBiased ? 2 : 4;
+  return 8 * (product.blocks() * kBlock * element + 16);
 }
 
 // An upper bound of what stream.cu declares on its own.
 int64_t StaticSharedBytes(const RequestGeometry& geometry,
                           const Product& product, int64_t sum) {
   const bool stats = sum == kBytes || sum == kBiased;
-  return 4 * (geometry.experts + 31) + 2 * kTokensMax * geometry.top_k +
-         4 * 8 * product.warps + 1024 +
-         12 * product.operands * RunRows(sum) *
-             (stats ? product.blocks() : int64_t{1});
+  return 4 * (geometry.experts + 31) + 2 * kTokensMax * geometry.top_k + 1024 +
+         12 * RunRows(sum) * (stats ? product.blocks() : int64_t{1});
 }
 
 class Template : public KernelTemplate {
  public:
   absl::string_view name() const override { return "fused_moe.stream"; }
 
-  uint32_t version() const override { return 1; }
+  uint32_t version() const override { return 2; }
 
   Digest sources() const override {
     static const Digest digest = TemplateSourcesDigest(
-        {"axes.cc", "fused_moe/op.cc", "fused_moe/stream.cu",
+        {"axes.cc", "cuda/warp.h", "fused_moe/op.cc", "fused_moe/stream.cu",
          "fused_moe/template_stream.cc"});
     return digest;
   }
@@ -137,15 +135,12 @@ class Template : public KernelTemplate {
   ParamSpace Enumerate(const Problem& problem,
                        size_t points_max) const override {
     const std::vector<Axis> axes = Axes();
-    const double runs =
-        FusedMoeTilesExpected(problem.geometry, 8, problem.interval.m_max);
     return OrderPoints(
         // Every mode races with its best points.
         axes,
-        {"cluster_fc1", "warps_fc1", "channels_fc2", "cluster_fc2",
-         "warps_fc2"},
+        {"split_fc1", "columns_fc1", "split_fc2", "columns_fc2", "ctas"},
         [&](const AxisPoint& point) { return Constraint(problem, point); },
-        [&](const AxisPoint& point) { return Cost(problem, point, runs); },
+        [&](const AxisPoint& point) { return Cost(problem, point); },
         points_max);
   }
 
@@ -165,8 +160,8 @@ class Template : public KernelTemplate {
     body.assignment = assignment;
     // The order of a sum depends on how K is split, its terms on the mode.
     body.numerics_class = absl::StrCat(
-        "w4a16.", SumName(point.at("sum")), ".stream.fc1x", fc1.cluster, "x",
-        fc1.groups(), ".fc2x", fc2.cluster, "x", fc2.groups());
+        "w4a16.", SumName(point.at("sum")), ".stream.fc1x", fc1.split, ".fc2x",
+        fc2.split);
     body.tolerance = kFusedMoeTolerance;
     body.deterministic = true;
     body.overlapped = problem.device.target.level >= 90;
@@ -181,18 +176,31 @@ class Template : public KernelTemplate {
     const std::vector<Axis> axes = Axes();
     const AxisPoint point(&axes, assignment);
     const int64_t sum = point.at("sum");
-    return {Unit(geometry, 1, Fc1(geometry, point), sum),
-            Unit(geometry, 2, Fc2(geometry, point), sum)};
+    const Product fc1 = Fc1(geometry, point);
+    const Product fc2 = Fc2(geometry, point);
+    const auto define = [](absl::string_view axis, int64_t value) {
+      return absl::StrCat("#define KILN_", axis, " ", value, "\n");
+    };
+    const auto axes_of = [&](const Product& product) {
+      return absl::StrCat(
+          define("SUM", sum), define("SPLIT", product.split),
+          define("COLUMNS", product.repeat), define("CTAS", product.ctas));
+    };
+    return {Unit(geometry, 1, "kiln_stream_fc1", axes_of(fc1)),
+            Unit(geometry, 2, "kiln_stream_fc2",
+                 axes_of(fc2) + define("SLICES", fc1.split)),
+            Unit(geometry, 3, "kiln_stream_combine",
+                 define("SLICES", fc2.split))};
   }
 
  private:
   static std::vector<Axis> Axes() {
     return {{"sum", {kRounded, kHalves, kBytes, kBiased}},
-            {"cluster_fc1", {1, 2, 4, 8}},
-            {"warps_fc1", {8, 16}},
-            {"channels_fc2", {128, 256}},
-            {"cluster_fc2", {1, 2, 4}},
-            {"warps_fc2", {8, 16}}};
+            {"split_fc1", {1, 2, 4, 8, 16}},
+            {"columns_fc1", {1, 2, 3, 4}},
+            {"split_fc2", {1, 2, 3, 4, 6, 8}},
+            {"columns_fc2", {1, 2, 4, 8}},
+            {"ctas", {3, 4}}};
   }
 
   // Empty, or the rule that the point breaks.
@@ -204,23 +212,20 @@ class Template : public KernelTemplate {
     }
     const int64_t sum = point.at("sum");
     const bool mul1 = geometry.weights.codebook == Codebook::kMul1;
-    if (sum != kRounded && mul1 == (sum == kHalves)) {
+    if (sum != kRounded && mul1 != (sum == kBytes || sum == kBiased)) {
       return absl::StrCat("sum mode ", SumName(sum),
                           " is made for another codebook");
     }
     const Product fc1 = Fc1(geometry, point);
     const Product fc2 = Fc2(geometry, point);
-    if (problem.device.target.level < 90 &&
-        (fc1.cluster != 1 || fc2.cluster != 1)) {
-      return "clusters need sm_90";
-    }
-    if (geometry.hidden % fc2.channels != 0) {
-      return absl::StrCat("channels_fc2 ", fc2.channels,
-                          " does not divide hidden ", geometry.hidden);
-    }
     for (const Product& product : {fc1, fc2}) {
-      if (product.cluster * product.groups() > product.depth / kBlock) {
+      if (product.split > product.depth / kBlock) {
         return "more K slices than blocks of 128 input channels";
+      }
+      if ((product.width + kChannels - 1) / kChannels % product.repeat != 0) {
+        return absl::StrCat("columns ", product.repeat,
+                            " do not divide those of ", product.width,
+                            " channels, ", kChannels, " at a time");
       }
       const int64_t shared = DynamicSharedBytes(product, sum) +
                              StaticSharedBytes(geometry, product, sum);
@@ -234,80 +239,82 @@ class Template : public KernelTemplate {
     return "";
   }
 
-  // Cycles; only the order matters.
-  static double Cost(const Problem& problem, const AxisPoint& point,
-                     double runs) {
+  // Cycles; only the order matters. Constants fitted to 1,090 timings on an H200
+  // (H2048 I768 E128 top 8, MCG and MUL1 K4, 1 to 64 tokens), from which they
+  // are 7 % off; of the points timed there the best is at most 1.3 % faster than
+  // the best of the first five of its mode.
+  static double Cost(const Problem& problem, const AxisPoint& point) {
+    // A warp's instructions for the operands of a 128 block of a row.
+    constexpr double kRotateCycles = 350;
+    constexpr double kActivateCycles = 700;
     const RequestGeometry& geometry = problem.geometry;
     const int64_t sum = point.at("sum");
-    return ProductCost(problem, Fc1(geometry, point), sum, runs) +
-           ProductCost(problem, Fc2(geometry, point), sum, runs);
+    return ProductCost(problem, Fc1(geometry, point), sum, kRotateCycles) +
+           ProductCost(problem, Fc2(geometry, point), sum, kActivateCycles);
   }
 
-  // Constants: kTileCycles read off the harness's timings on an H200; the
-  // others fitted to a race of 96 points there (OLMoE, 3INST K4), where the
-  // best point is among the model's first five of its mode for m = 1 to 16.
   static double ProductCost(const Problem& problem, const Product& product,
-                            int64_t sum, double runs) {
+                            int64_t sum, double operand_cycles) {
     // Issue slots of a warp for one 16 x 16 tile, by mode, with its MMAs, which
     // do not overlap with anything; and how long it takes a lone warp.
-    constexpr double kTileCycles[] = {54, 48, 46, 50};
+    constexpr double kTileCycles[] = {52, 42, 39, 49};
     constexpr double kUnalignedCycles = 9;  // bits not 4 or 8
-    constexpr double kTileLatency = 260;
-    // Routing, rotation, reduction: of a block; and what a cluster adds.
-    constexpr double kBlockCycles = 6000;
-    constexpr double kClusterCycles = 220;
-    // Part of the blocks that fit beside each other in clusters of 4 and more.
-    constexpr double kClusterFill = 0.8;
+    constexpr double kTileLatency = 140;
+    // Of a block: its start, its operands, one pass over them after the other;
+    // and instructions of a warp that none of these counts.
+    constexpr double kStartCycles = 1500;
+    constexpr double kPassCycles = 650;
+    constexpr double kWarpCycles = 200;
     // What part of the last, partly filled wave is lost: blocks take unequal
     // time, so the next ones start before all of a wave have ended.
-    constexpr double kTailLoss = 0.4;
-    const auto cluster = static_cast<double>(product.cluster);
-    const auto warps = static_cast<double>(product.warps);
+    constexpr double kTailLoss = 0.1;
+    constexpr double kWarps = kThreads / 32;
+    constexpr double kWarpTiles = kChannels / kWarps / 16;
+    const RequestGeometry& geometry = problem.geometry;
+    const double runs = FusedMoeTilesExpected(
+        geometry, static_cast<uint32_t>(RunRows(sum)), problem.interval.m_max);
+    const double rows = std::clamp(
+        problem.interval.m_max * static_cast<double>(geometry.top_k) / runs,
+        1.0, static_cast<double>(RunRows(sum)));
     const double processors = std::max(1, problem.device.multiprocessors);
     const auto shared =
         static_cast<double>(DynamicSharedBytes(product, sum) + 4096);
     const double resident = std::max(
         1.0,
         std::min(
-            static_cast<double>(kWarpsResident / product.warps),
+            static_cast<double>(product.ctas),
             std::floor(static_cast<double>(problem.device.shared_bytes_per_sm) /
                        shared)));
     const double tile =
         kTileCycles[sum] + (product.bits % 4 == 0 ? 0 : kUnalignedCycles);
-    const double tiles =
-        std::ceil(static_cast<double>(product.depth / kBlock) /
-                  static_cast<double>(product.cluster * product.groups())) *
-        (kBlock / 16 * kWarpChannels / 16);
+    const auto blocks_of_k = static_cast<double>(product.blocks());
+    const double tiles = blocks_of_k * (kBlock / 16) * kWarpTiles *
+                         static_cast<double>(product.repeat);
+    const double operands = rows * blocks_of_k / kWarps;  // of a warp
+    const double issue =
+        kWarpCycles + operands * operand_cycles + tiles * tile;
     const auto wave = [&](double blocks) {
-      return kBlockCycles + kClusterCycles * cluster +
-             tiles * std::max(blocks * warps / 4 * tile, kTileLatency);
+      return kStartCycles + std::ceil(operands) * kPassCycles +
+             std::max(blocks * kWarps / 4 * issue, tiles * kTileLatency);
     };
     const double waves =
-        runs * static_cast<double>(product.columns * product.cluster) /
-        (processors * resident * (product.cluster >= 4 ? kClusterFill : 1.0));
+        runs * static_cast<double>(product.columns() * product.split) /
+        (processors * resident);
     if (waves < 1) return wave(std::max(1.0, std::ceil(waves * resident)));
     return wave(resident) * (waves + kTailLoss * (std::ceil(waves) - waves));
   }
 
   SourceUnit Unit(const RequestGeometry& geometry, int part,
-                  const Product& product, int64_t sum) const {
+                  absl::string_view entry, absl::string_view axes) const {
     SourceUnit unit;
     unit.name = "fused_moe/stream.cu";
     unit.template_version = version();
     unit.compute_dtype = "f16";
-    unit.text = FusedMoePrelude(geometry);
-    const auto define = [&unit](absl::string_view axis, int64_t value) {
-      absl::StrAppend(&unit.text, "#define KILN_", axis, " ", value, "\n");
-    };
-    define("PART", part);
-    define("SUM", sum);
-    define("CLUSTER", product.cluster);
-    if (part == 2) define("CHANNELS", product.channels);
-    define("WARPS", product.warps);
-    define("CTAS", kWarpsResident / product.warps);
-    unit.text += TemplateText("fused_moe/stream.cu");
-    unit.headers = CudaHeaders({});
-    unit.entries = {absl::StrCat("kiln_stream_fc", part)};
+    unit.text =
+        absl::StrCat(FusedMoePrelude(geometry), "#define KILN_PART ", part,
+                     "\n", axes, TemplateText("fused_moe/stream.cu"));
+    unit.headers = CudaHeaders({"cuda/warp.h"});
+    unit.entries = {std::string(entry)};
     return unit;
   }
 
@@ -325,11 +332,10 @@ class Template : public KernelTemplate {
         uint64_t{capacity} * static_cast<uint64_t>(geometry.top_k);
 
     ArenaLayout& arena = body->arena;
-    const Arg activated =
-        Arg::Arena(arena.Add("activated", 2 * inter * routes));
-    const Arg routed = Arg::Arena(arena.Add("routed", 4 * hidden * routes));
-    const Arg arrivals =
-        Arg::Arena(arena.Add("arrivals", 4 * capacity * (hidden / kBlock)));
+    const Arg fc1_sums = Arg::Arena(arena.Add(
+        "fc1", 8 * inter * routes * static_cast<uint64_t>(fc1.split)));
+    const Arg fc2_sums = Arg::Arena(arena.Add(
+        "fc2", 4 * hidden * routes * static_cast<uint64_t>(fc2.split)));
 
     // A block looks for further runs, so the grid need not hold all that there
     // could be: a few more than are likely.
@@ -341,30 +347,37 @@ class Template : public KernelTemplate {
     LaunchDim runs = LaunchDim::Constant(likely);
     runs.a = {.mul = static_cast<uint32_t>(geometry.top_k), .add = 0, .div = 1};
 
-    const auto add = [&](absl::string_view label, uint32_t program,
-                         const Product& product, std::vector<Arg> args) {
+    const auto add = [&](absl::string_view label, std::array<LaunchDim, 2> grid,
+                         int64_t threads, int64_t shared,
+                         std::vector<Arg> args) {
       Step step;
       step.label = std::string(label);
-      step.program = program;
+      step.program = static_cast<uint32_t>(body->steps.size());
       step.entry = absl::StrCat("kiln_stream_", label);
-      step.grid = {LaunchDim::Constant(static_cast<uint32_t>(product.cluster *
-                                                             product.columns)),
-                   runs, LaunchDim::Constant(1)};
-      step.block = {static_cast<uint32_t>(product.warps * 32), 1, 1};
-      step.dynamic_shared_bytes =
-          static_cast<uint32_t>(DynamicSharedBytes(product, sum));
+      step.grid = {grid[0], grid[1], LaunchDim::Constant(1)};
+      step.block = {static_cast<uint32_t>(threads), 1, 1};
+      step.dynamic_shared_bytes = static_cast<uint32_t>(shared);
       step.args = std::move(args);
       body->steps.push_back(std::move(step));
     };
+    const auto columns = [](const Product& product) {
+      return LaunchDim::Constant(
+          static_cast<uint32_t>(product.split * product.columns()));
+    };
     const auto p = FusedMoeArg;
     using P = FusedMoeParam;
-    add("fc1", 0, fc1,
+    add("fc1", {columns(fc1), runs}, kThreads, DynamicSharedBytes(fc1, sum),
         {p(P::kTopkIds), p(P::kX), p(P::kGateSuh), p(P::kUpSuh), p(P::kWGate),
-         p(P::kWUp), p(P::kRotations), activated, arrivals, p(P::kOut),
+         p(P::kWUp), fc1_sums, Arg::Tokens()});
+    add("fc2", {columns(fc2), runs}, kThreads, DynamicSharedBytes(fc2, sum),
+        {p(P::kTopkIds), fc1_sums, p(P::kRotations), p(P::kWDown), fc2_sums,
          Arg::Tokens()});
-    add("fc2", 1, fc2,
-        {p(P::kTopkIds), p(P::kTopkWeights), activated, p(P::kWDown),
-         p(P::kDownSvh), routed, arrivals, p(P::kOut), Arg::Tokens()});
+    const LaunchDim blocks = LaunchDim::Of(
+        {.mul = static_cast<uint32_t>(hidden / kBlock), .add = 0, .div = 1});
+    add("combine", {blocks, LaunchDim::Constant(1)},
+        32 * std::min<int64_t>(geometry.top_k, 8), 0,
+        {p(P::kTopkIds), p(P::kTopkWeights), fc2_sums, p(P::kDownSvh),
+         p(P::kOut), Arg::Tokens()});
   }
 };
 

@@ -1,4 +1,4 @@
-// fused_moe on CUDA for at most 16 tokens: stream.cu as candidates.
+// fused_moe on CUDA for at most 64 tokens: stream.cu as candidates.
 
 #ifndef KILN_TEMPLATES_FUSED_MOE_TEMPLATE_STREAM_H_
 #define KILN_TEMPLATES_FUSED_MOE_TEMPLATE_STREAM_H_

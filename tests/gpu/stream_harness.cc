@@ -10,7 +10,7 @@
 // Every case runs on poisoned and on cleared memory, and with NaN in what no
 // active route may touch. The bench times fc1 for all its axes, then the whole
 // plan for the best of them and all axes of fc2, beside candidates of the tile
-// kernel. --plain launches fc2 without programmatic dependence; --once launches
+// kernel. --plain launches steps without programmatic dependence; --once launches
 // one candidate for every layer, for a profiler.
 // Exit status: 0 all passed, 1 a case failed, 2 wrong use or missing library.
 
@@ -40,14 +40,18 @@ namespace {
 // Layers of a timed graph: weights are cold.
 constexpr u32 kLayers = 16;
 
-Assignment Stream(int64_t sum, int64_t cluster1, int64_t warps1,
-                  int64_t channels2, int64_t cluster2, int64_t warps2) {
+struct Split {
+  int64_t split = 1;
+  int64_t columns = 1;
+};
+
+Assignment Stream(int64_t sum, Split fc1, Split fc2, int64_t ctas = 3) {
   return {{"sum", sum},
-          {"cluster_fc1", cluster1},
-          {"warps_fc1", warps1},
-          {"channels_fc2", channels2},
-          {"cluster_fc2", cluster2},
-          {"warps_fc2", warps2}};
+          {"split_fc1", fc1.split},
+          {"columns_fc1", fc1.columns},
+          {"split_fc2", fc2.split},
+          {"columns_fc2", fc2.columns},
+          {"ctas", ctas}};
 }
 
 std::vector<int64_t> SumModes(int codebook) {
@@ -77,8 +81,8 @@ std::vector<Case> Cases(bool quick) {
     c.problem = std::move(p);
     cases.push_back(std::move(c));
   };
-  const Assignment plain = Stream(0, 1, 8, 128, 1, 8);
-  const Assignment split = Stream(0, 2, 8, 256, 2, 8);
+  const Assignment plain = Stream(0, {}, {});
+  const Assignment split = Stream(0, {2}, {2}, 4);
   for (int codebook = 0; codebook < 3; ++codebook) {
     for (int k = 1; k <= 8; ++k) {
       Problem p;
@@ -139,38 +143,32 @@ std::vector<Case> Cases(bool quick) {
   shape("one expert, one route", 128, 256, 1, 1, 1, 4, true, Routing::kUniform,
         {1, 7, 16}, {plain});
   shape("1024 experts, top 8", 256, 128, 1024, 8, 2, 2, false,
-        Routing::kInactive, {1, 4, 5, 16}, {Stream(0, 1, 8, 256, 1, 8)});
+        Routing::kInactive, {1, 4, 5, 16}, {plain});
   shape("top 32", 256, 128, 64, 32, 0, 5, true, Routing::kInactive, {1, 2, 16},
-        {Stream(0, 1, 8, 256, 1, 8)});
+        {plain});
   shape("H384 I640", 384, 640, 6, 2, 2, 6, true, Routing::kUniform, {1, 9, 16},
-        {plain, Stream(0, 2, 8, 128, 2, 8)});
+        {plain, split, Stream(0, {2, 3}, {4, 2})});
   std::vector<Assignment> all;
-  for (const int64_t c1 : {1, 2, 4, 8}) {
-    for (const int64_t w1 : {8, 16}) {
-      for (const int64_t w2 : {8, 16}) {
-        for (const int64_t ch : {128, 256}) {
-          for (const int64_t c2 : {1, 2, 4}) {
-            if (quick && (c1 + w1 / 8 + w2 / 8 + ch / 128 + c2) % 3 != 0) {
-              continue;
-            }
-            all.push_back(Stream(0, c1, w1, ch, c2, w2));
-          }
-        }
+  for (const Split fc1 : {Split{1}, {2, 3}, {4}, {8, 3}}) {
+    for (const Split fc2 : {Split{1, 4}, {2}, {3, 2}, {4}, {6, 2}}) {
+      for (const int64_t ctas : {3, 4}) {
+        if (quick && (fc1.split + fc2.split + ctas) % 3 != 0) continue;
+        all.push_back(Stream(0, fc1, fc2, ctas));
       }
     }
   }
   shape("axes, mcg K4", 1024, 768, 12, 3, 1, 4, true, Routing::kUniform,
-        {1, 6, 16}, all);
+        {1, 6, 64}, all);
   shape("axes, mul1 K4 per-expert", 1024, 768, 12, 3, 2, 4, false,
-        Routing::kDuplicates, {3, 16}, all);
-  const std::vector<Assignment> wide = {Stream(0, 8, 8, 256, 4, 8),
-                                        Stream(0, 4, 8, 256, 2, 8),
-                                        Stream(0, 8, 16, 128, 1, 16)};
+        Routing::kDuplicates, {3, 33}, all);
+  const std::vector<Assignment> wide = {Stream(0, {4}, {3}),
+                                        Stream(0, {8}, {6}, 4),
+                                        Stream(0, {2, 3}, {1, 4})};
   shape("Qwen3-30B-A3B H2048 I768 E128", 2048, 768, 128, 8, 1, 4, true,
-        Routing::kUniform, {1, 2, 4, 8, 16}, wide);
+        Routing::kUniform, {1, 2, 4, 8, 16, 50}, wide);
   shape("H7168 I256 E256 mul1", 7168, 256, 256, 8, 2, 4, true,
         Routing::kUniform, {1, 4, 16},
-        {Stream(0, 8, 16, 256, 2, 8), Stream(0, 8, 8, 128, 1, 8)});
+        {Stream(0, {8}, {2, 8}), Stream(0, {16}, {})});
   return cases;
 }
 
@@ -241,11 +239,19 @@ class Bench {
              double tile_us) {
     const KernelTemplate* stream = FusedMoeStreamTemplate();
     std::vector<Assignment> first, second;
-    for (const int64_t c : {1, 2, 4, 8}) {
-      for (const int64_t w : {8, 16}) {
-        const Assignment point = Stream(sum, c, w, 128, 1, 8);
-        if (Legal(FusedMoeStreamTemplate(), problem, point))
-          first.push_back(point);
+    // Splits that leave the device with too few or far too many blocks are slow.
+    const auto worth = [m](const Split& s) {
+      return m <= 2 ? s.columns == 1 : s.split <= 8;
+    };
+    for (const int64_t ctas : {3, 4}) {
+      for (const int64_t split : {1, 2, 4, 8, 16}) {
+        for (const int64_t columns : {1, 3}) {
+          const Split fc1 = {split, columns};
+          const Assignment point = Stream(sum, fc1, {}, ctas);
+          if (worth(fc1) && Legal(stream, problem, point)) {
+            first.push_back(point);
+          }
+        }
       }
     }
     CompilePoints(stream, problem, first, programs_, threads_);
@@ -256,28 +262,32 @@ class Bench {
     std::sort(fc1.begin(), fc1.end(), Faster);
     std::printf("  sum %lld fc1:", static_cast<long long>(sum));
     for (const Timed& t : fc1) {
-      std::printf(" c%lldw%lld:%.2f",
-                  static_cast<long long>(t.point.at("cluster_fc1")),
-                  static_cast<long long>(t.point.at("warps_fc1")), t.us);
+      std::printf(" %lldx%lldc%lld:%.2f",
+                  static_cast<long long>(t.point.at("split_fc1")),
+                  static_cast<long long>(t.point.at("columns_fc1")),
+                  static_cast<long long>(t.point.at("ctas")), t.us);
     }
     std::printf(" (%s regs)\n", fc1[0].note.c_str());
     std::vector<Timed> whole;
-    for (size_t best = 0; best < std::min<size_t>(2, fc1.size()); ++best) {
+    for (const int64_t ctas : {3, 4}) {
+      const auto best = std::find_if(
+          fc1.begin(), fc1.end(),
+          [ctas](const Timed& t) { return t.point.at("ctas") == ctas; });
+      if (best == fc1.end()) continue;
       second.clear();
-      for (const int64_t c : {1, 2, 4}) {
-        for (const int64_t w : {8, 16}) {
-          for (const int64_t ch : {128, 256}) {
-            Assignment point =
-                Stream(sum, fc1[best].point.at("cluster_fc1"),
-                       fc1[best].point.at("warps_fc1"), ch, c, w);
-            if (Legal(FusedMoeStreamTemplate(), problem, point))
-              second.push_back(point);
+      for (const int64_t split : {1, 2, 3, 6}) {
+        for (const int64_t columns : {1, 2, 4}) {
+          Assignment point = best->point;
+          point["split_fc2"] = split;
+          point["columns_fc2"] = columns;
+          if (worth({split, columns}) && Legal(stream, problem, point)) {
+            second.push_back(point);
           }
         }
       }
       CompilePoints(stream, problem, second, programs_, threads_);
       for (const Assignment& point : second) {
-        whole.push_back(Time(stream, problem, point, m, 2, 11));
+        whole.push_back(Time(stream, problem, point, m, 99, 11));
       }
     }
     std::sort(whole.begin(), whole.end(), Faster);
@@ -289,7 +299,7 @@ class Bench {
     }
     const bool was = overlap;
     overlap = false;
-    const Timed plain = Time(stream, problem, whole[0].point, m, 2, 15);
+    const Timed plain = Time(stream, problem, whole[0].point, m, 99, 15);
     overlap = was;
     std::printf("  best without programmatic launch %.2f, worst %.2f\n",
                 plain.us, whole.back().us);

@@ -47,13 +47,13 @@ TEST(FusedMoeStreamTemplateTest, IsRegisteredBehindTheTileTemplate) {
   EXPECT_EQ(templates[1], FusedMoeStreamTemplate());
 }
 
-TEST(FusedMoeStreamTemplateTest, ServesSixteenTokensAndNoMore) {
-  EXPECT_FALSE(AllOf(ProblemFor(512, 256, 16)).empty());
+TEST(FusedMoeStreamTemplateTest, ServesSixtyFourTokensAndNoMore) {
+  EXPECT_FALSE(AllOf(ProblemFor(512, 256, 64)).empty());
   const ParamSpace space =
-      FusedMoeStreamTemplate()->Enumerate(ProblemFor(512, 256, 17), 16);
+      FusedMoeStreamTemplate()->Enumerate(ProblemFor(512, 256, 65), 16);
   EXPECT_TRUE(space.points.empty());
   ASSERT_EQ(space.rejects.size(), 1u);
-  EXPECT_THAT(space.rejects[0].reason, HasSubstr("at most 16 tokens"));
+  EXPECT_THAT(space.rejects[0].reason, HasSubstr("at most 64 tokens"));
 }
 
 TEST(FusedMoeStreamTemplateTest, ModesBelongToTheirCodebooks) {
@@ -79,18 +79,6 @@ TEST(FusedMoeStreamTemplateTest, EveryModeIsAmongTheFirst) {
   EXPECT_EQ(modes.size(), 3u);
 }
 
-TEST(FusedMoeStreamTemplateTest, ClustersNeedSm90) {
-  for (const int level : {80, 89}) {
-    const Problem problem = ProblemFor(512, 256, 4, Codebook::kMcg, level);
-    const std::vector<Assignment> points = AllOf(problem);
-    ASSERT_FALSE(points.empty());
-    for (const Assignment& point : points) {
-      EXPECT_EQ(point.at("cluster_fc1"), 1);
-      EXPECT_EQ(point.at("cluster_fc2"), 1);
-    }
-  }
-}
-
 TEST(FusedMoeStreamTemplateTest, StepsCoverEveryChannelAndAllSharesOfK) {
   for (const auto& [hidden, inter] :
        {std::pair{256, 256}, {640, 384}, {2048, 768}, {7168, 256}}) {
@@ -101,22 +89,24 @@ TEST(FusedMoeStreamTemplateTest, StepsCoverEveryChannelAndAllSharesOfK) {
       ASSERT_OK_AND_ASSIGN(const PlanBody body,
                            FusedMoeStreamTemplate()->MakeBody(problem, point));
       SCOPED_TRACE(absl::StrCat(hidden, "x", inter, " ", body.Label()));
-      ASSERT_EQ(body.steps.size(), 2u);
-      const auto cluster1 = static_cast<uint64_t>(point.at("cluster_fc1"));
-      const auto cluster2 = static_cast<uint64_t>(point.at("cluster_fc2"));
+      ASSERT_EQ(body.steps.size(), 3u);
+      // Blocks of 256 channels, each as often as K is split.
+      const auto blocks = [&point](int64_t channels, const char* product) {
+        return static_cast<uint64_t>(
+            (channels + 255) / 256 /
+            point.at(absl::StrCat("columns_", product)) *
+            point.at(absl::StrCat("split_", product)));
+      };
       for (const uint32_t m : {1u, 2u, 15u, 16u}) {
-        const Step& fc1 = body.steps[0];
-        const Step& fc2 = body.steps[1];
-        ASSERT_EQ(fc1.grid[0].Evaluate(m) * 128,
-                  static_cast<uint64_t>(inter) * cluster1);
-        ASSERT_EQ(fc2.grid[0].Evaluate(m) *
-                      static_cast<uint64_t>(point.at("channels_fc2")),
-                  static_cast<uint64_t>(hidden) * cluster2);
-        for (const Step& step : body.steps) {
+        ASSERT_EQ(body.steps[0].grid[0].Evaluate(m), 2 * blocks(inter, "fc1"));
+        ASSERT_EQ(body.steps[1].grid[0].Evaluate(m), blocks(hidden, "fc2"));
+        for (size_t i = 0; i < 2; ++i) {
           // A block looks for further runs: one row of blocks would do.
-          ASSERT_GE(step.grid[1].Evaluate(m), 1u);
-          ASSERT_LE(step.grid[1].Evaluate(m), uint64_t{m} * 4);
+          ASSERT_GE(body.steps[i].grid[1].Evaluate(m), 1u);
+          ASSERT_LE(body.steps[i].grid[1].Evaluate(m), uint64_t{m} * 4);
         }
+        ASSERT_EQ(body.steps[2].grid[0].Evaluate(m),
+                  uint64_t{m} * static_cast<uint64_t>(hidden) / 128);
       }
       EXPECT_LE(body.steps[0].dynamic_shared_bytes,
                 problem.device.shared_bytes_max);
@@ -128,18 +118,15 @@ TEST(FusedMoeStreamTemplateTest, StepsCoverEveryChannelAndAllSharesOfK) {
 // is split, and nothing else.
 TEST(FusedMoeStreamTemplateTest, TheNumericsClassIsModeAndSplit) {
   const Problem problem = ProblemFor(2048, 768, 9);
-  std::set<std::pair<std::string,
-                     std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>>>
-      pairs;
+  std::set<std::pair<std::string, std::tuple<int64_t, int64_t, int64_t>>> pairs;
   std::set<std::string> classes;
   for (const Assignment& point : AllOf(problem)) {
     ASSERT_OK_AND_ASSIGN(const PlanBody body,
                          FusedMoeStreamTemplate()->MakeBody(problem, point));
     classes.insert(body.numerics_class);
-    pairs.insert({body.numerics_class,
-                  {point.at("sum"), point.at("cluster_fc1"),
-                   point.at("warps_fc1") / 8, point.at("cluster_fc2"),
-                   point.at("warps_fc2") * 32 / point.at("channels_fc2")}});
+    pairs.insert(
+        {body.numerics_class,
+         {point.at("sum"), point.at("split_fc1"), point.at("split_fc2")}});
   }
   EXPECT_EQ(classes.size(), pairs.size());
   EXPECT_TRUE(
@@ -153,28 +140,30 @@ TEST(FusedMoeStreamTemplateTest, SlicesHoldEveryRoute) {
   for (const Assignment& point : AllOf(problem)) {
     ASSERT_OK_AND_ASSIGN(const PlanBody body,
                          FusedMoeStreamTemplate()->MakeBody(problem, point));
-    ASSERT_EQ(body.arena.slices.size(), 3u);
-    EXPECT_EQ(body.arena.slices[0].bytes, 2u * 256 * 5 * 4);
-    EXPECT_EQ(body.arena.slices[1].bytes, 4u * 512 * 5 * 4);
-    EXPECT_EQ(body.arena.slices[2].bytes, 4u * 5 * (512 / 128));
+    ASSERT_EQ(body.arena.slices.size(), 2u);
+    EXPECT_EQ(body.arena.slices[0].bytes,
+              8u * 256 * 5 * 4 * static_cast<uint64_t>(point.at("split_fc1")));
+    EXPECT_EQ(body.arena.slices[1].bytes,
+              4u * 512 * 5 * 4 * static_cast<uint64_t>(point.at("split_fc2")));
   }
 }
 
 TEST(FusedMoeStreamTemplateTest, ProgramsOfOneProductServeManyPoints) {
   const Problem problem = ProblemFor(2048, 768, 8);
-  std::set<std::string> first, second;
-  const std::vector<Assignment> points = AllOf(problem);
-  for (const Assignment& point : points) {
+  std::set<std::string> first, third;
+  for (const Assignment& point : AllOf(problem)) {
     const std::vector<SourceUnit> units = FusedMoeStreamTemplate()->MakeUnits(
         problem.geometry, problem.device.target, point);
-    ASSERT_EQ(units.size(), 2u);
+    ASSERT_EQ(units.size(), 3u);
     EXPECT_EQ(units[0].entries, std::vector<std::string>{"kiln_stream_fc1"});
     EXPECT_EQ(units[1].entries, std::vector<std::string>{"kiln_stream_fc2"});
+    EXPECT_EQ(units[2].entries,
+              std::vector<std::string>{"kiln_stream_combine"});
     first.insert(units[0].text);
-    second.insert(units[1].text);
+    third.insert(units[2].text);
   }
-  EXPECT_EQ(first.size(), 2u * 4 * 2);  // modes, clusters, warps
-  EXPECT_LT(first.size() + second.size(), points.size());
+  EXPECT_EQ(first.size(), 2u * 5 * 2 * 2);  // modes, splits, columns, ctas
+  EXPECT_EQ(third.size(), 5u);              // splits of fc2
 }
 
 TEST(FusedMoeStreamTemplateTest, BrokenRulesAreNamed) {
@@ -185,10 +174,15 @@ TEST(FusedMoeStreamTemplateTest, BrokenRulesAreNamed) {
               StatusIs(absl::StatusCode::kInvalidArgument,
                        HasSubstr("bytes2 is made for another codebook")));
   point["sum"] = 0;
-  point["cluster_fc2"] = 4;
+  point["split_fc2"] = 4;
   EXPECT_THAT(FusedMoeStreamTemplate()->MakeBody(problem, point),
               StatusIs(absl::StatusCode::kInvalidArgument,
                        HasSubstr("more K slices than blocks")));
+  point["split_fc2"] = 1;
+  point["columns_fc1"] = 2;
+  EXPECT_THAT(FusedMoeStreamTemplate()->MakeBody(problem, point),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("columns 2 do not divide")));
   EXPECT_THAT(FusedMoeStreamTemplate()->MakeBody(problem, {{"sum", 0}}),
               StatusIs(absl::StatusCode::kInvalidArgument));
 }
