@@ -153,7 +153,7 @@ constexpr u32 kWarpChannels = kWarpTiles * 16;
 constexpr u32 kChannels = kWarps * kWarpChannels;  // of a block at a time
 #if KILN_PART == 1
 constexpr u32 kDepth = kHidden;
-constexpr u32 kWidth = kInter;      // channels of a matrix
+constexpr u32 kWidth = kInter;       // channels of a matrix
 constexpr u32 kStride = 2 * kInter;  // of a row of sums
 #else
 constexpr u32 kDepth = kInter;
@@ -165,8 +165,7 @@ constexpr u32 kBlockChannels = KILN_COLUMNS * kChannels;
 constexpr u32 kColumns = (kWidth + kBlockChannels - 1) / kBlockChannels;
 
 constexpr u32 kRunRows = kSum == kBytes ? 4 : 8;
-constexpr u32 kElementBytes =
-    kSum == kHalves || kSum == kBytes ? 4 : 2;
+constexpr u32 kElementBytes = kSum == kHalves || kSum == kBytes ? 4 : 2;
 // 128 blocks of K that one block works on, at most.
 constexpr u32 kBlocksMax = (kDepth / 128 + kSplit - 1) / kSplit;
 // Padded by 16 bytes: rows then start in different 16-byte bank groups.
@@ -266,9 +265,8 @@ class Router {
       run.rows = space_->rows;
       runs_ = space_->runs;
     }
-    run.route = run.rows == 0
-                    ? 0
-                    : space_->routes[warp][lane_ < run.rows ? lane_ : 0];
+    run.route =
+        run.rows == 0 ? 0 : space_->routes[warp][lane_ < run.rows ? lane_ : 0];
     return run;
   }
 
@@ -385,8 +383,9 @@ __device__ __forceinline__ void StoreOperand(unsigned char* operand,
         __byte_perm(bits.x, 0, 0x1010), __byte_perm(bits.x, 0, 0x3232),
         __byte_perm(bits.y, 0, 0x1010), __byte_perm(bits.y, 0, 0x3232));
   } else {
-    // Two terms: scaled to 127 at most, rounded; what is left of that, times 254,
-    // rounded. A number plus kMagic has its rounded value in its last bits.
+    // Two terms: scaled to 127 at most, rounded; what is left of that, times
+    // 254, rounded. A number plus kMagic has its rounded value in its last
+    // bits.
     constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23
     constexpr u32 kMagicBits = 0x4B400000;
     constexpr u32 kMost = 0x477FE000;  // 65504, the largest of fp16
@@ -400,8 +399,8 @@ __device__ __forceinline__ void StoreOperand(unsigned char* operand,
     }
     size = __reduce_max_sync(kAll, size);
     const float most = kd::BitsFloat(size);
-    const float unit = size <= kMost ? most * (1.0f / 127.0f)
-                                     : kd::BitsFloat(0x7FC00000u);
+    const float unit =
+        size <= kMost ? most * (1.0f / 127.0f) : kd::BitsFloat(0x7FC00000u);
     const float inverse =
         size <= kMost && size != 0 ? __fdividef(127.0f, most) : 0.0f;
     u32 first[4], second[4];
@@ -421,8 +420,8 @@ __device__ __forceinline__ void StoreOperand(unsigned char* operand,
     *reinterpret_cast<uint4*>(to + kRunRows * kRowBytes) =
         make_uint4(second[0], second[1], second[2], second[3]);
     // Both sums are below 2^14 in size.
-    const int both = static_cast<int>(
-        __reduce_add_sync(kAll, sum + (rest << 16)));
+    const int both =
+        static_cast<int>(__reduce_add_sync(kAll, sum + (rest << 16)));
     if (lane == 0) {
       const int low = static_cast<short>(both);
       stats->unit[0] = unit;
@@ -616,10 +615,12 @@ __device__ __forceinline__ void MultiplyStep(
 //       their first block, and which term of theirs
 //   one: 1
 template <int kBits>
-__device__ __forceinline__ void Multiply(
-    const unsigned char* from, const unsigned char* next, u32 blocks,
-    Ring<kBits>* ring, u32 operand, const BlockStats* first,
-    const BlockStats* second, u32 term, u32 one, Sums& sums) {
+__device__ __forceinline__ void Multiply(const unsigned char* from,
+                                         const unsigned char* next, u32 blocks,
+                                         Ring<kBits>* ring, u32 operand,
+                                         const BlockStats* first,
+                                         const BlockStats* second, u32 term,
+                                         u32 one, Sums& sums) {
   const u32 lane = threadIdx.x % 32;
 #pragma unroll 1
   for (u32 block = 0; block < blocks; ++block) {
@@ -780,8 +781,7 @@ __device__ __forceinline__ void MultiplyRun(const u16* __restrict__ weights,
   const BlockStats* of[2];
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
-    of[i] =
-        space->stats.At(token + i < run.rows ? token + i : run.rows - 1, 0);
+    of[i] = space->stats.At(token + i < run.rows ? token + i : run.rows - 1, 0);
   }
   const u32 term = lane % 4 * 2 / kRunRows;
   const u32 one = (tokens + kTokensMax - 1) / kTokensMax;
@@ -907,9 +907,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
     const auto operand = [&](u32 row, u32 block) {
       const u32 k = block * 128 + lane * 4;
       const u32 route = __shfl_sync(kAll, run.route, row);
-      const float* const from = fc1 +
-                                static_cast<u64>(route) * (2 * kInter) +
-                                slice.begin * 128 + k;
+      const float* const from =
+          fc1 + static_cast<u64>(route) * (2 * kInter) + slice.begin * 128 + k;
       float gate[4], up[4], gate_svh[4], up_svh[4], down_suh[4], value[4];
       Load4(table + k, gate_svh);
       Load4(table + kInter + k, up_svh);
@@ -966,8 +965,8 @@ extern "C" __global__ void __launch_bounds__(kCombineWarps * 32)
       Load4(down_svh + table * kHidden + channel, svh);
     }
     float v[4];
-    AddSlices<KILN_SLICES>(
-        fc2 + (token * kTopK + route) * kHidden + channel, stride, v);
+    AddSlices<KILN_SLICES>(fc2 + (token * kTopK + route) * kHidden + channel,
+                           stride, v);
     kd::WarpHadamard128(v, lane);
     rows[route][lane] =
         make_float4(v[0] * svh[0], v[1] * svh[1], v[2] * svh[2], v[3] * svh[3]);

@@ -25,12 +25,7 @@ constexpr int64_t kBlock = 128;
 constexpr int64_t kChannels = 256;
 
 // How weights are summed; KILN_SUM of stream.cu.
-enum Sum : int64_t {
-  kRounded = 0,
-  kHalves = 1,
-  kBytes = 2,
-  kBiased = 3
-};
+enum Sum : int64_t { kRounded = 0, kHalves = 1, kBytes = 2, kBiased = 3 };
 
 absl::string_view SumName(int64_t sum) {
   switch (sum) {
@@ -137,8 +132,7 @@ class Template : public KernelTemplate {
     const std::vector<Axis> axes = Axes();
     return OrderPoints(
         // Every mode races with its best points.
-        axes,
-        {"split_fc1", "columns_fc1", "split_fc2", "columns_fc2", "ctas"},
+        axes, {"split_fc1", "columns_fc1", "split_fc2", "columns_fc2", "ctas"},
         [&](const AxisPoint& point) { return Constraint(problem, point); },
         [&](const AxisPoint& point) { return Cost(problem, point); },
         points_max);
@@ -159,9 +153,9 @@ class Template : public KernelTemplate {
     body.template_version = version();
     body.assignment = assignment;
     // The order of a sum depends on how K is split, its terms on the mode.
-    body.numerics_class = absl::StrCat(
-        "w4a16.", SumName(point.at("sum")), ".stream.fc1x", fc1.split, ".fc2x",
-        fc2.split);
+    body.numerics_class =
+        absl::StrCat("w4a16.", SumName(point.at("sum")), ".stream.fc1x",
+                     fc1.split, ".fc2x", fc2.split);
     body.tolerance = kFusedMoeTolerance;
     body.deterministic = true;
     body.overlapped = problem.device.target.level >= 90;
@@ -182,15 +176,15 @@ class Template : public KernelTemplate {
       return absl::StrCat("#define KILN_", axis, " ", value, "\n");
     };
     const auto axes_of = [&](const Product& product) {
-      return absl::StrCat(
-          define("SUM", sum), define("SPLIT", product.split),
-          define("COLUMNS", product.repeat), define("CTAS", product.ctas));
+      return absl::StrCat(define("SUM", sum), define("SPLIT", product.split),
+                          define("COLUMNS", product.repeat),
+                          define("CTAS", product.ctas));
     };
-    return {Unit(geometry, 1, "kiln_stream_fc1", axes_of(fc1)),
-            Unit(geometry, 2, "kiln_stream_fc2",
-                 axes_of(fc2) + define("SLICES", fc1.split)),
-            Unit(geometry, 3, "kiln_stream_combine",
-                 define("SLICES", fc2.split))};
+    return {
+        Unit(geometry, 1, "kiln_stream_fc1", axes_of(fc1)),
+        Unit(geometry, 2, "kiln_stream_fc2",
+             axes_of(fc2) + define("SLICES", fc1.split)),
+        Unit(geometry, 3, "kiln_stream_combine", define("SLICES", fc2.split))};
   }
 
  private:
@@ -239,14 +233,14 @@ class Template : public KernelTemplate {
     return "";
   }
 
-  // Cycles; only the order matters. Constants fitted to 1,090 timings on an H200
-  // (H2048 I768 E128 top 8, MCG and MUL1 K4, 1 to 64 tokens), from which they
-  // are 7 % off; of the points timed there the best is at most 1.3 % faster than
-  // the best of the first five of its mode.
+  // Cycles; only the order matters. Constants fitted to 2,048 timings on an
+  // H200 (H2048 I768 E128, MCG and MUL1 K4, 1 to 64 tokens; H7168 I256 E256,
+  // MUL1 K4, 1 and 8), from which they are 6 % off; of the points timed there
+  // the best is at most 1 % faster than the best of the first five of its mode.
   static double Cost(const Problem& problem, const AxisPoint& point) {
     // A warp's instructions for the operands of a 128 block of a row.
-    constexpr double kRotateCycles = 350;
-    constexpr double kActivateCycles = 700;
+    constexpr double kRotateCycles = 180;
+    constexpr double kActivateCycles = 300;
     const RequestGeometry& geometry = problem.geometry;
     const int64_t sum = point.at("sum");
     return ProductCost(problem, Fc1(geometry, point), sum, kRotateCycles) +
@@ -257,17 +251,16 @@ class Template : public KernelTemplate {
                             int64_t sum, double operand_cycles) {
     // Issue slots of a warp for one 16 x 16 tile, by mode, with its MMAs, which
     // do not overlap with anything; and how long it takes a lone warp.
-    constexpr double kTileCycles[] = {52, 42, 39, 49};
+    constexpr double kTileCycles[] = {57, 47, 43, 53};
     constexpr double kUnalignedCycles = 9;  // bits not 4 or 8
     constexpr double kTileLatency = 140;
-    // Of a block: its start, its operands, one pass over them after the other;
-    // and instructions of a warp that none of these counts.
-    constexpr double kStartCycles = 1500;
-    constexpr double kPassCycles = 650;
-    constexpr double kWarpCycles = 200;
+    // Four blocks of a multiprocessor have fewer registers each.
+    constexpr double kSpillFactor = 1.02;
+    constexpr double kStoreCycles = 50;    // of a warp, for a row of sums
+    constexpr double kStartCycles = 2600;  // of a block
     // What part of the last, partly filled wave is lost: blocks take unequal
     // time, so the next ones start before all of a wave have ended.
-    constexpr double kTailLoss = 0.1;
+    constexpr double kTailLoss = 0.14;
     constexpr double kWarps = kThreads / 32;
     constexpr double kWarpTiles = kChannels / kWarps / 16;
     const RequestGeometry& geometry = problem.geometry;
@@ -286,15 +279,17 @@ class Template : public KernelTemplate {
             std::floor(static_cast<double>(problem.device.shared_bytes_per_sm) /
                        shared)));
     const double tile =
-        kTileCycles[sum] + (product.bits % 4 == 0 ? 0 : kUnalignedCycles);
+        (kTileCycles[sum] + (product.bits % 4 == 0 ? 0 : kUnalignedCycles)) *
+        (product.ctas == 4 ? kSpillFactor : 1.0);
     const auto blocks_of_k = static_cast<double>(product.blocks());
     const double tiles = blocks_of_k * (kBlock / 16) * kWarpTiles *
                          static_cast<double>(product.repeat);
     const double operands = rows * blocks_of_k / kWarps;  // of a warp
     const double issue =
-        kWarpCycles + operands * operand_cycles + tiles * tile;
+        operands * operand_cycles + tiles * tile +
+        rows * kStoreCycles * static_cast<double>(product.repeat);
     const auto wave = [&](double blocks) {
-      return kStartCycles + std::ceil(operands) * kPassCycles +
+      return kStartCycles +
              std::max(blocks * kWarps / 4 * issue, tiles * kTileLatency);
     };
     const double waves =

@@ -10,9 +10,9 @@
 // Every case runs on poisoned and on cleared memory, and with NaN in what no
 // active route may touch. The bench times fc1 for all its axes, then the whole
 // plan for the best of them and all axes of fc2, beside candidates of the tile
-// kernel. --plain launches steps without programmatic dependence; --once launches
-// one candidate for every layer, for a profiler.
-// Exit status: 0 all passed, 1 a case failed, 2 wrong use or missing library.
+// kernel. --plain launches steps without programmatic dependence; --once
+// launches one candidate for every layer, for a profiler. Exit status: 0 all
+// passed, 1 a case failed, 2 wrong use or missing library.
 
 #include <algorithm>
 #include <cmath>
@@ -161,9 +161,8 @@ std::vector<Case> Cases(bool quick) {
         {1, 6, 64}, all);
   shape("axes, mul1 K4 per-expert", 1024, 768, 12, 3, 2, 4, false,
         Routing::kDuplicates, {3, 33}, all);
-  const std::vector<Assignment> wide = {Stream(0, {4}, {3}),
-                                        Stream(0, {8}, {6}, 4),
-                                        Stream(0, {2, 3}, {1, 4})};
+  const std::vector<Assignment> wide = {
+      Stream(0, {4}, {3}), Stream(0, {8}, {6}, 4), Stream(0, {2, 3}, {1, 4})};
   shape("Qwen3-30B-A3B H2048 I768 E128", 2048, 768, 128, 8, 1, 4, true,
         Routing::kUniform, {1, 2, 4, 8, 16, 50}, wide);
   shape("H7168 I256 E256 mul1", 7168, 256, 256, 8, 2, 4, true,
@@ -239,7 +238,8 @@ class Bench {
              double tile_us) {
     const KernelTemplate* stream = FusedMoeStreamTemplate();
     std::vector<Assignment> first, second;
-    // Splits that leave the device with too few or far too many blocks are slow.
+    // Splits that leave the device with too few or far too many blocks are
+    // slow.
     const auto worth = [m](const Split& s) {
       return m <= 2 ? s.columns == 1 : s.split <= 8;
     };
