@@ -6,7 +6,7 @@
 Programs are compiled once; every tune races in a cache of its own that holds
 nothing else. For each interval the winner that most tunes agree on counts as
 the right one. Prints one line per interval where tunes disagree and the share
-of winners that agree; --json prints the same as one object. --recheck measures
+of winners that agree; --json prints one object, with all winners. --recheck measures
 each winner against the default again, on inputs that no race has seen. Exit
 code 1 when the share is below --at-least, or a winner is slower.
 """
@@ -96,6 +96,8 @@ def main():
                           "unanimous": unanimous, "winners": total,
                           "agree": agree, "share": share,
                           "race_seconds": seconds, "disputed": disputed,
+                          "chosen": {f"{key[1]} m<={key[2]}": labels
+                                     for key, labels in winners.items()},
                           "rechecked": measured, "slower": slower}))
     else:
         for row in disputed:
