@@ -48,7 +48,7 @@ absl::StatusOr<int> PrepareNpk(const GlobalOptions& global,
 
 absl::StatusOr<int> RunPrepare(const GlobalOptions& global,
                                const PrepareCommand& command) {
-  RemoveUnfinishedFilesWhenInterrupted();
+  EndCleanlyWhenInterrupted(kUnfinishedIsRemoved);
   PrepareOptions options;
   options.layer = command.layer;
   const std::vector<std::string> parts =
