@@ -21,7 +21,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
-#include "absl/strings/strip.h"
+#include "compiler/base/available_memory.h"
 #include "compiler/base/check.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
@@ -61,25 +61,6 @@ std::optional<uint64_t> ParseNumber(absl::string_view text) {
     return std::nullopt;
   }
   return value;
-}
-
-// Bytes that can be had without swapping: the system's estimate, and what the
-// control group leaves.
-uint64_t AvailableMemoryBytes() {
-  uint64_t available = std::numeric_limits<uint64_t>::max();
-  const std::string meminfo = ReadSystemFile("/proc/meminfo");
-  for (absl::string_view line : absl::StrSplit(meminfo, '\n')) {
-    if (!absl::ConsumePrefix(&line, "MemAvailable:")) continue;
-    absl::ConsumeSuffix(&line, "kB");
-    if (const auto kilobytes = ParseNumber(line)) available = *kilobytes << 10;
-  }
-  const auto limit = ParseNumber(ReadSystemFile("/sys/fs/cgroup/memory.max"));
-  const auto used =
-      ParseNumber(ReadSystemFile("/sys/fs/cgroup/memory.current"));
-  if (limit && used) {
-    available = std::min(available, *limit > *used ? *limit - *used : 0);
-  }
-  return available;
 }
 
 int ProcessorCount() {

@@ -12,6 +12,7 @@
 #include "compiler/base/status_macros.h"
 #include "tools/bundle_view.h"
 #include "tools/cli.h"
+#include "tools/interrupt.h"
 
 namespace kiln {
 namespace {
@@ -313,6 +314,7 @@ absl::StatusOr<int> RunCacheGc(const GlobalOptions& global,
 
 absl::StatusOr<int> RunCacheExport(const GlobalOptions& global,
                                    const CacheExportCommand& command) {
+  EndCleanlyWhenInterrupted(kUnfinishedIsRemoved);
   ASSIGN_OR_RETURN(PlanCache cache, OpenCacheToRead(global));
   ASSIGN_OR_RETURN(
       const std::vector<Digest> keys,

@@ -100,7 +100,7 @@ class EncodeBar {
 
 absl::StatusOr<int> RunEncode(const GlobalOptions& global,
                               const EncodeCommand& command) {
-  RemoveUnfinishedFilesWhenInterrupted();
+  EndCleanlyWhenInterrupted(kUnfinishedIsRemoved);
   const int threads =
       command.threads != 0
           ? command.threads

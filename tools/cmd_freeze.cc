@@ -8,12 +8,14 @@
 #include "compiler/base/same_file.h"
 #include "compiler/base/status_macros.h"
 #include "tools/cli.h"
+#include "tools/interrupt.h"
 #include "tuner/freeze.h"
 
 namespace kiln {
 
 absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
                               const FreezeCommand& command) {
+  EndCleanlyWhenInterrupted(kUnfinishedIsRemoved);
   ASSIGN_OR_RETURN(const Manifest manifest,
                    ReadManifest(command.planning.manifest));
   if (IsSameFile(command.output, command.planning.manifest)) {

@@ -1,10 +1,8 @@
 // kiln prepare: one layer of a checkpoint as native tensors.
 
 #include <cstdio>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <system_error>
 #include <vector>
 
 #include "absl/strings/numbers.h"
@@ -48,7 +46,7 @@ absl::StatusOr<int> PrepareNpk(const GlobalOptions& global,
 
 absl::StatusOr<int> RunPrepare(const GlobalOptions& global,
                                const PrepareCommand& command) {
-  RemoveUnfinishedFilesWhenInterrupted();
+  EndCleanlyWhenInterrupted(kUnfinishedIsRemoved);
   PrepareOptions options;
   options.layer = command.layer;
   const std::vector<std::string> parts =
@@ -59,16 +57,19 @@ absl::StatusOr<int> RunPrepare(const GlobalOptions& global,
         "--tp is \"", command.tensor_parallel, "\", must be K/N, as in 0/2"));
   }
   // A file of the public schema becomes an NPK-1 sidecar in the output.
-  const std::string p8 = absl::StrCat(command.checkpoint, "/",
-                                      P8FileName(options.layer, options.rank));
-  std::error_code ignored;
-  if (std::filesystem::exists(p8, ignored)) {
-    RETURN_IF_ERROR(ImportP8Sidecar(p8, "imported", command.output).status());
+  const std::vector<NpkPlace> p8 = NpkPlacesIn(command.checkpoint, true);
+  const absl::Status has_p8 = CheckNpkPlace(command.checkpoint, p8, options);
+  if (has_p8.ok()) {
+    const std::string file = P8FileName(options.layer, options.rank);
+    RETURN_IF_ERROR(ImportP8Sidecar(absl::StrCat(command.checkpoint, "/", file),
+                                    "imported", command.output)
+                        .status());
     return PrepareNpk(global, command.output, command.output, options);
   }
   if (HoldsNpkSidecars(command.checkpoint)) {
     return PrepareNpk(global, command.checkpoint, command.output, options);
   }
+  if (!p8.empty()) return has_p8;
   ASSIGN_OR_RETURN(const PreparedLayer prepared,
                    PrepareLayer(command.checkpoint, command.output, options));
   if (global.json) {

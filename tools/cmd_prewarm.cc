@@ -11,6 +11,7 @@
 #include "absl/strings/str_split.h"
 #include "compiler/base/status_macros.h"
 #include "tools/cli.h"
+#include "tools/interrupt.h"
 #include "tuner/recheck.h"
 
 namespace kiln {
@@ -149,6 +150,17 @@ void PrintTable(const PrewarmReport& report) {
   std::printf("%s\n", absl::StrJoin(stages, ", ").c_str());
 }
 
+// Of an interrupted run: it commits every program and plan when it exists.
+std::string WhatIsKept(const GlobalOptions& global) {
+  if (global.cache_mode != CacheModeName(CacheMode::kReadWrite)) {
+    return absl::StrCat("nothing is kept, as --cache-mode is ",
+                        global.cache_mode);
+  }
+  return absl::StrCat("programs and winners that were finished are kept in ",
+                      CacheDirectory(global),
+                      "; run the same command again to go on from there");
+}
+
 absl::Status ParseShard(const std::string& text, PrewarmOptions* options) {
   const std::vector<std::string> parts = absl::StrSplit(text, '/');
   int index = 0;
@@ -193,6 +205,7 @@ absl::StatusOr<int> RunPrewarm(const GlobalOptions& global,
   }
   // Before there is a cache: what cannot be served changes nothing.
   RETURN_IF_ERROR(CheckOpsServed(manifest, options.targets, options.attached));
+  EndCleanlyWhenInterrupted(WhatIsKept(global));
   ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
   const std::unique_ptr<ProgressSink> progress = MakeProgress();
   ASSIGN_OR_RETURN(const PrewarmReport report,

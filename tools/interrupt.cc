@@ -14,11 +14,13 @@ namespace {
 
 // A thread and not a handler: a handler could not take the lock that keeps
 // other threads from writing more.
-void WaitForSignal(const sigset_t& signals) {
+void WaitForSignal(const sigset_t& signals, const std::string& outcome) {
   int number = 0;
   if (sigwait(&signals, &number) != 0) return;
   RemoveUnfinishedFiles();
-  std::fprintf(stderr, "\nkiln: interrupted; what was unfinished is removed\n");
+  // A terminal may show a bar, and the ^C behind it.
+  std::fprintf(stderr, "%skiln: interrupted; %s\n",
+               isatty(STDERR_FILENO) != 0 ? "\n" : "", outcome.c_str());
   signal(number, SIG_DFL);
   pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
   kill(getpid(), number);
@@ -26,7 +28,7 @@ void WaitForSignal(const sigset_t& signals) {
 
 }  // namespace
 
-void RemoveUnfinishedFilesWhenInterrupted() {
+void EndCleanlyWhenInterrupted(const std::string& outcome) {
   sigset_t signals;
   sigemptyset(&signals);
   for (const int number : {SIGINT, SIGTERM, SIGHUP}) {
@@ -37,7 +39,7 @@ void RemoveUnfinishedFilesWhenInterrupted() {
     }
   }
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
-  std::thread(WaitForSignal, signals).detach();
+  std::thread(WaitForSignal, signals, outcome).detach();
 }
 
 }  // namespace kiln

@@ -14,6 +14,7 @@
 #include <string>
 
 #include "absl/strings/numbers.h"
+#include "compiler/base/available_memory.h"
 #include "compiler/nvrtc_worker.h"
 #include "tools/cli.h"
 #include "tools/cmd_encode.h"
@@ -637,8 +638,7 @@ int Run(int argc, char** argv) {
   try {
     result = chosen();
   } catch (const std::exception& error) {
-    // Kiln throws nothing itself; memory may run out.
-    result = absl::ResourceExhaustedError(error.what());
+    result = kiln::ExhaustedStatus(error);
   }
   if (result.ok()) return FlushResults(*result);
   std::fprintf(stderr, "kiln: %s\n",

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "compiler/base/available_memory.h"
 #include "compiler/base/status_macros.h"
 #include "tuner/device.h"
 
@@ -46,6 +47,7 @@ class CpuDevice : public Device {
   // Whole pages with address space around them that faults when it is touched:
   // enough for the weights of a neighbouring expert.
   absl::StatusOr<void*> Allocate(uint64_t bytes) override {
+    RETURN_IF_ERROR(CheckMemoryFor("a buffer of a launch", bytes));
     const uint64_t usable =
         std::max<uint64_t>(1, (bytes + kPageBytes - 1) / kPageBytes) *
         kPageBytes;
@@ -55,7 +57,9 @@ class CpuDevice : public Device {
              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     const auto exhausted = [bytes] {
       return absl::ResourceExhaustedError(
-          absl::StrCat("cannot allocate ", bytes, " bytes of memory"));
+          absl::StrCat("cannot allocate ", bytes,
+                       " bytes of memory; the system, or the limit of the "
+                       "process (ulimit -v), gives no more"));
     };
     if (fenced == MAP_FAILED) return exhausted();
     void* const memory = static_cast<char*>(fenced) + kFenceBytes;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "compiler/base/available_memory.h"
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
 
@@ -121,6 +122,15 @@ absl::StatusOr<std::string> GuardedBuffer::FindDamage() const {
 
 absl::StatusOr<std::unique_ptr<OpBench>> OpBench::Create(
     Device* device, const RequestGeometry& geometry, uint64_t seed) {
+  // What is uploaded stays on the host too, to be compared with.
+  const uint64_t copies =
+      device->profile().target.backend == Backend::kCpu ? 2 : 1;
+  uint64_t bytes = 0;
+  for (const BufferFill& fill : ContractOf(geometry).Buffers(geometry)) {
+    if (fill.kind != BufferFill::Kind::kNone) bytes += copies * fill.bytes;
+  }
+  RETURN_IF_ERROR(CheckMemoryFor(
+      absl::StrCat("the weights of ", geometry.ToString()), bytes));
   std::unique_ptr<OpBench> bench(new OpBench(device, geometry, seed));
   ASSIGN_OR_RETURN(bench->constants_, bench->UploadWeights());
   return bench;

@@ -59,6 +59,8 @@ class GuardedBuffer {
 class OpBench {
  public:
   // Makes weights from `seed` and uploads them.
+  //   Errors: ResourceExhausted, before any of it, when the machine has too
+  //   little memory; those of the device.
   static absl::StatusOr<std::unique_ptr<OpBench>> Create(
       Device* device, const RequestGeometry& geometry, uint64_t seed);
 

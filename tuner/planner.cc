@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -193,6 +194,26 @@ void Planner::Prune(const Problem& problem, bool by_model,
     point.pruned = absl::StrCat(kPrunedPrefix, space_.candidates_max,
                                 " candidates are predicted to be faster");
   }
+}
+
+std::vector<std::string> Planner::WhyIdle(const KernelTemplate& from,
+                                          const Interval& interval) const {
+  const Problem problem = {geometry_, interval, device_};
+  const absl::Status supports = from.Supports(geometry_, device_.target);
+  if (!supports.ok()) return {std::string(supports.message())};
+  const ParamSpace space = from.Enumerate(problem, kAllCandidates);
+  std::set<std::string> reasons;
+  for (const RejectedPoints& reject : space.rejects) {
+    reasons.insert(reject.reason);
+  }
+  for (const Assignment& assignment : space.points) {
+    const absl::StatusOr<PlanBody> body = from.MakeBody(problem, assignment);
+    const std::string broken = body.ok() ? ReasonAgainst(*body, interval)
+                                         : std::string(body.status().message());
+    if (broken.empty()) return {};
+    reasons.insert(broken);
+  }
+  return {reasons.begin(), reasons.end()};
 }
 
 absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {

@@ -98,6 +98,11 @@ class Planner {
   //   FailedPrecondition when every point breaks a rule, with the rules.
   absl::StatusOr<IntervalPlan> Plan(const Interval& interval);
 
+  // Why a template, of this build or not, offers no candidate in the interval:
+  // distinct reasons; none when it offers one.
+  std::vector<std::string> WhyIdle(const KernelTemplate& from,
+                                   const Interval& interval) const;
+
  private:
   const std::vector<ProgramKey>& ProgramsOf(const KernelTemplate& from,
                                             const Assignment& assignment);

@@ -4,7 +4,10 @@
 #include <set>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/compile_pool.h"
@@ -85,6 +88,9 @@ class Session {
     const StageTimer timer(Stage::kResolve, &report_);
     ASSIGN_OR_RETURN(ResolvedManifest resolved,
                      ResolveManifest(manifest, options_, &cache_));
+    for (const std::string& note : NotesOnIdle(options_.attached, resolved)) {
+      progress_.Note(note);
+    }
     contexts_ = std::move(resolved.contexts);
     intervals_ = std::move(resolved.intervals);
     if (options_.shard_count > 1 && !ShardsPrograms()) {
@@ -593,6 +599,47 @@ absl::StatusOr<ResolvedManifest> ResolveManifest(const Manifest& manifest,
   ASSIGN_OR_RETURN(resolved.intervals,
                    ResolveIntervals(requests, resolved.contexts, options));
   return resolved;
+}
+
+std::vector<std::string> NotesOnIdle(const AttachedTemplates& attached,
+                                     const ResolvedManifest& resolved) {
+  constexpr size_t kReasonsMax = 3;
+  std::vector<std::string> notes;
+  for (const auto& from : attached) {
+    const absl::string_view name = from->name();
+    const std::string package =
+        absl::StrCat("package ", name.substr(0, name.find('@')));
+    std::set<std::string> seen;
+    std::vector<std::string> reasons;  // each with the first interval it is of
+    bool idle = true;
+    for (const ResolvedInterval& interval : resolved.intervals) {
+      const std::vector<std::string> why =
+          interval.planner->WhyIdle(*from, interval.interval);
+      idle = idle && !why.empty();
+      if (!idle) break;
+      for (absl::string_view reason : why) {
+        // The line begins with the name.
+        if (absl::ConsumePrefix(&reason, package)) {
+          absl::ConsumePrefix(&reason, ",");
+        }
+        reason = absl::StripLeadingAsciiWhitespace(reason);
+        if (!seen.insert(std::string(reason)).second) continue;
+        reasons.push_back(absl::StrCat(
+            reason, " (", absl::StrJoin(interval.names, ","), " m ",
+            interval.interval.m_min, "..", interval.interval.m_max, " on ",
+            resolved.contexts[interval.context].target.ToString(), ")"));
+      }
+    }
+    if (!idle) continue;
+    const size_t shown = std::min(reasons.size(), kReasonsMax);
+    const size_t more = reasons.size() - shown;
+    reasons.resize(shown);
+    notes.push_back(absl::StrCat(
+        package,
+        " offers no candidate to any request: ", absl::StrJoin(reasons, "; "),
+        more == 0 ? "" : absl::StrCat("; and ", more, " more")));
+  }
+  return notes;
 }
 
 absl::StatusOr<PrewarmReport> Prewarm(const Manifest& manifest,

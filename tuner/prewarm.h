@@ -215,6 +215,11 @@ absl::StatusOr<ResolvedManifest> ResolveManifest(const Manifest& manifest,
                                                  const PrewarmOptions& options,
                                                  PlanCache* cache);
 
+// One line for each of `attached` that offers no candidate to any interval,
+// with its name and why: what was attached is expected to compete.
+std::vector<std::string> NotesOnIdle(const AttachedTemplates& attached,
+                                     const ResolvedManifest& resolved);
+
 // Runs all stages. An interval without a winner is no error: see
 // PrewarmReport::complete. A cache whose file is damaged is repaired once, with
 // a note.

@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "compiler/base/available_memory.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/worker_channel.h"
@@ -193,9 +194,8 @@ absl::Status Serve(const RaceSite& site, int channel) {
   try {
     return server->Serve();
   } catch (const std::exception& error) {
-    // Kiln throws nothing itself; memory or threads may run out, which says
-    // nothing about the candidate that ran.
-    return absl::ResourceExhaustedError(error.what());
+    // Which says nothing about the candidate that ran.
+    return ExhaustedStatus(error);
   }
 }
 

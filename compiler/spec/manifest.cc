@@ -154,8 +154,8 @@ absl::Status ParseTrellisMx(const ObjectReader& request,
   ASSIGN_OR_RETURN(out->mx.limit, reader.Text("limit"));
   if (!IsClampLimit(out->mx.limit)) {
     return reader.Refuse("limit", *reader.Optional("limit"),
-                         "must be \"inf\" or a positive decimal without "
-                         "exponent or needless zeros");
+                         "must be \"inf\" or a decimal of at least 0.015625, "
+                         "without exponent or needless zeros");
   }
   if (out->hidden % kMxHiddenBlock != 0) {
     return request.Refuse("hidden", *request.Optional("hidden"),

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "compiler/base/check.h"
 
@@ -75,6 +76,9 @@ absl::string_view PairKindsName(PairKinds pairs) {
 
 bool IsClampLimit(absl::string_view text) {
   if (text == "inf") return true;
+  // Two numbers of this size, one behind silu, have a product of 2^-13, which
+  // binary16, in which activations may be kept, still has in full.
+  constexpr double kLeast = 0.015625;
   constexpr size_t kDigitsMax = 9;
   const size_t point = text.find('.');
   const absl::string_view whole = text.substr(0, point);
@@ -88,7 +92,8 @@ bool IsClampLimit(absl::string_view text) {
     const absl::string_view part = text.substr(point + 1);
     if (!digits(part) || part.back() == '0') return false;
   }
-  return text != "0";
+  double value = 0;
+  return absl::SimpleAtod(text, &value) && value >= kLeast;
 }
 
 namespace {

@@ -84,8 +84,8 @@ struct Qsrt {
   auto operator<=>(const Qsrt&) const = default;
 };
 
-// True for a limit of TrellisMx: a positive decimal without exponent or
-// needless zeros, or "inf".
+// True for a limit of TrellisMx: "inf", or a decimal of at least 0.015625
+// without exponent or needless zeros.
 bool IsClampLimit(absl::string_view text);
 
 // Token counts (previous capacity, capacity], both ends inclusive here.

@@ -242,36 +242,39 @@ absl::string_view TensorConcerned(const BtxManifest& manifest) {
 absl::StatusOr<std::vector<Request>> DescribeBtx(const std::string& folder,
                                                  int64_t ranks) {
   ASSIGN_OR_RETURN(const BtxManifest manifest, ReadBtxManifest(folder));
-  RETURN_IF_ERROR(Annotate(
-      ChannelsPerRank("intermediate size", manifest.intermediate, ranks)
-          .status(),
-      folder));
   std::string first_path;
   for (const auto& [number, entry] : manifest.layers) {
     ASSIGN_OR_RETURN(const BtxLayer layer,
                      BtxLayer::Open(folder, manifest, number));
     if (first_path.empty()) first_path = layer.path();
   }
-  RequestGeometry geometry;
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    const auto served = [&]() -> absl::StatusOr<RequestGeometry> {
-      ASSIGN_OR_RETURN(const TrellisExtent extent,
-                       ExtentOfRank(manifest.intermediate, rank, ranks));
-      ASSIGN_OR_RETURN(const TrellisLayout layout,
-                       BtxLayoutOf(manifest, extent));
-      if (!manifest.pairs()) return ServedGeometry(layout);
-      ASSIGN_OR_RETURN(const PairArm arm, PairArmOf(manifest.pair_kinds));
-      return ServedPairGeometry(layout, arm == PairArm::kPools
-                                            ? PairKinds::kP33P43
-                                            : PairKinds::kP24P33);
-    }();
-    if (!served.ok()) {
-      return Annotate(served.status(),
-                      absl::StrCat(first_path, ": tensor \"",
-                                   TensorConcerned(manifest), "\""));
-    }
-    geometry = *served;
+  // All ranks have the same layout.
+  const auto layout_of = [&](const TrellisExtent& extent) {
+    return BtxLayoutOf(manifest, extent);
+  };
+  const auto served = [&]() -> absl::StatusOr<RequestGeometry> {
+    ASSIGN_OR_RETURN(const TrellisExtent extent,
+                     ExtentOfRank(manifest.intermediate, /*rank=*/0, ranks,
+                                  [&](const auto& part) {
+                                    return layout_of(part).status();
+                                  }));
+    ASSIGN_OR_RETURN(const TrellisLayout layout, layout_of(extent));
+    if (!manifest.pairs()) return ServedGeometry(layout);
+    ASSIGN_OR_RETURN(const PairArm arm, PairArmOf(manifest.pair_kinds));
+    return ServedPairGeometry(layout, arm == PairArm::kPools
+                                          ? PairKinds::kP33P43
+                                          : PairKinds::kP24P33);
+  }();
+  // The number of ranks is to blame, or a tensor.
+  if (absl::IsInvalidArgument(served.status())) {
+    return Annotate(served.status(), folder);
   }
+  if (!served.ok()) {
+    return Annotate(served.status(),
+                    absl::StrCat(first_path, ": tensor \"",
+                                 TensorConcerned(manifest), "\""));
+  }
+  RequestGeometry geometry = *served;
   ASSIGN_OR_RETURN(const ModelConfig config,
                    ReadModelConfig(folder, Quantization::kElsewhere));
   RETURN_IF_ERROR(Annotate(CheckBtxAgainstConfig(manifest, config), folder));
@@ -296,8 +299,10 @@ absl::Status RefuseQsrt(const std::string& folder, int64_t first_layer) {
       layer.intermediate() / kPairChannels, " parts by hand, with \"hidden\" ",
       layer.hidden(), ", \"intermediate\" ", kPairChannels,
       ", and weights of the format \"qsrt\" with \"pairs\" \"p24_p33\"; "
-      "kiln prepare writes a part's native tensors and prints how many experts "
-      "it has and whether they share scales"));
+      "kiln prepare --tp K/",
+      layer.intermediate() / kPairChannels,
+      " writes part K's native tensors and prints how many experts it has and "
+      "whether they share scales"));
 }
 
 absl::StatusOr<std::vector<Request>> DescribeLayers(const std::string& folder,

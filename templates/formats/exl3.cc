@@ -282,6 +282,20 @@ absl::StatusOr<std::vector<uint16_t>> ReadExl3Bias(const Exl3Matrix& matrix,
   return values;
 }
 
+std::string RankCountsText(const std::vector<int64_t>& counts) {
+  return counts.empty() ? "no --tp is possible"
+                        : absl::StrCat("possible with --tp: ",
+                                       absl::StrJoin(counts, ", "));
+}
+
+std::string PossibleRanks(int64_t channels, int64_t block) {
+  std::vector<int64_t> possible;
+  for (int64_t count = 1; count <= channels / block; ++count) {
+    if (channels % (count * block) == 0) possible.push_back(count);
+  }
+  return RankCountsText(possible);
+}
+
 absl::StatusOr<int64_t> ChannelsPerRank(absl::string_view what,
                                         int64_t channels, int64_t ranks) {
   constexpr auto kBlock = static_cast<int64_t>(kHadamardBlock);
@@ -291,15 +305,11 @@ absl::StatusOr<int64_t> ChannelsPerRank(absl::string_view what,
   }
   const int64_t blocks = channels / kBlock;
   if (ranks >= 1 && blocks % ranks == 0) return channels / ranks;
-  std::vector<int64_t> possible;
-  for (int64_t n = 1; n <= blocks; ++n) {
-    if (blocks % n == 0) possible.push_back(n);
-  }
   return absl::InvalidArgumentError(absl::StrCat(
       what, " ", channels, " cannot be split over ", ranks,
       " ranks: each needs the same multiple of 128 channels (the Hadamard "
-      "block); possible: ",
-      absl::StrJoin(possible, ", ")));
+      "block); ",
+      PossibleRanks(channels, kBlock)));
 }
 
 }  // namespace kiln

@@ -85,6 +85,12 @@ absl::Status ReadExl3Tiles(const Exl3Matrix& matrix, uint64_t row,
 absl::StatusOr<std::vector<uint16_t>> ReadExl3Bias(const Exl3Matrix& matrix,
                                                    Checkpoint* checkpoint);
 
+// Numbers of ranks in words: "possible with --tp: 1, 2".
+std::string RankCountsText(const std::vector<int64_t>& counts);
+
+// Those that get the same multiple of `block` of the channels each, in words.
+std::string PossibleRanks(int64_t channels, int64_t block);
+
 // Channels of `channels` that each of `ranks` ranks holds.
 //   what: stands for them in messages, for example "intermediate size".
 //   Errors: InvalidArgument, with the counts that are possible, unless each

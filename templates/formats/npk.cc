@@ -71,20 +71,22 @@ absl::Status CheckHalves(const SafetensorsTensor& tensor,
   return absl::OkStatus();
 }
 
-// A read-only mapping of a whole file that is no link.
+// A read-only mapping of a whole file that is no link. Errors name the path.
 absl::StatusOr<std::pair<std::shared_ptr<const void>, std::span<const uint8_t>>>
 MapFile(const std::string& path) {
   const int fd =
       open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW);
   if (fd < 0 && errno == ELOOP) {
-    return NpkRuleError(3, "is a symbolic link, must be the file itself");
+    return Annotate(
+        NpkRuleError(3, "is a symbolic link, must be the file itself"), path);
   }
   if (fd < 0) return ErrnoStatus(errno, "cannot open", path);
   struct stat info;
   const bool known = fstat(fd, &info) == 0;
   if (!known || !S_ISREG(info.st_mode) || info.st_size == 0) {
     close(fd);
-    return NpkRuleError(3, "must be a regular file that is not empty");
+    return Annotate(NpkRuleError(3, "must be a regular file that is not empty"),
+                    path);
   }
   const auto size = static_cast<size_t>(info.st_size);
   void* map = mmap(nullptr, size, PROT_READ, MAP_PRIVATE, fd, 0);
@@ -112,11 +114,10 @@ absl::StatusOr<NpkSidecar> NpkSidecar::Parse(std::span<const uint8_t> file,
 
 absl::StatusOr<NpkSidecar> NpkSidecar::Open(const std::string& path,
                                             const NpkOpenOptions& options) {
-  auto mapped = MapFile(path);
-  if (!mapped.ok()) return Annotate(mapped.status(), path);
-  absl::StatusOr<NpkSidecar> sidecar = Parse(mapped->second, options);
+  ASSIGN_OR_RETURN(auto mapped, MapFile(path));
+  absl::StatusOr<NpkSidecar> sidecar = Parse(mapped.second, options);
   if (!sidecar.ok()) return Annotate(sidecar.status(), path);
-  sidecar->mapping_ = std::move(mapped->first);
+  sidecar->mapping_ = std::move(mapped.first);
   return sidecar;
 }
 

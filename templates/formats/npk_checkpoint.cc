@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "absl/strings/str_cat.h"
+#include "compiler/base/annotate_once.h"
 #include "compiler/base/pending_folder.h"
 #include "compiler/base/status_macros.h"
 #include "templates/formats/checkpoint.h"
@@ -112,7 +113,7 @@ absl::StatusOr<EncodedCheckpoint> EncodeNpkCheckpoint(
     };
     absl::StatusOr<NpkEncoding> encoding = EncodeNpkLayer(
         metadata, experts, options.seed, options.threads, done, output);
-    if (!encoding.ok()) return Annotate(encoding.status(), folder);
+    if (!encoding.ok()) return AnnotateOnce(encoding.status(), folder);
     result.bytes += encoding->bytes;
     energy += encoding->energy;
     squared_error += encoding->squared_error;

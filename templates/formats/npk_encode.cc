@@ -596,7 +596,8 @@ absl::StatusOr<NpkEncoding> EncodeNpkLayer(
     return NpkRuleError(
         7, absl::StrCat("intermediate_global is ", m.intermediate_global,
                         ", must be a multiple of ", multiple, " for each of ",
-                        m.world_size, " ranks"));
+                        m.world_size, " ranks; ",
+                        PossibleRanks(m.intermediate_global, multiple)));
   }
   m.intermediate = m.intermediate_global / m.world_size;
   RETURN_IF_ERROR(CheckNpkTexts(m));

@@ -405,10 +405,10 @@ absl::Status NpkRuleError(int rule, absl::string_view message) {
 
 absl::Status CheckNpkTexts(const NpkMetadata& metadata) {
   if (!IsClampLimit(metadata.limit)) {
-    return NpkRuleError(15,
-                        absl::StrCat("\"limit\" is ", JsonQuote(metadata.limit),
-                                     ", must be a positive decimal number "
-                                     "without needless zeros, or inf"));
+    return NpkRuleError(
+        15, absl::StrCat("\"limit\" is ", JsonQuote(metadata.limit),
+                         ", must be inf or a decimal number of at least "
+                         "0.015625, without exponent or needless zeros"));
   }
   if (metadata.model_id.size() > kModelIdBytesMax ||
       !IsPlain(metadata.model_id)) {

@@ -9,6 +9,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "compiler/base/annotate_once.h"
 #include "compiler/base/as_text.h"
 #include "compiler/base/check.h"
 #include "compiler/base/file_util.h"
@@ -19,8 +20,6 @@
 
 namespace kiln {
 namespace {
-
-constexpr int64_t kRanks = 4;
 
 // Names of the eight tensors, in the order of NpkTensor.
 constexpr const char* kNames[kNpkTensors] = {
@@ -141,13 +140,13 @@ absl::StatusOr<NpkMetadata> Geometry(const Metadata& metadata,
   m.bits = static_cast<int>(bits);
   m.boundary = NpkBoundary::kCoupled;
   ASSIGN_OR_RETURN(m.layer, TakeNumber(metadata, "layer", 99'999));
-  ASSIGN_OR_RETURN(m.rank, TakeNumber(metadata, "rank", kRanks - 1));
-  m.world_size = kRanks;
+  ASSIGN_OR_RETURN(m.rank, TakeNumber(metadata, "rank", kP8Ranks - 1));
+  m.world_size = kP8Ranks;
   constexpr uint64_t kTilesMax = 1u << 20;
   if (w13.rank != 5 || w13.dims[1] == 0 ||
       w13.dims[1] > static_cast<uint64_t>(kNpkExpertsMax) || w13.dims[2] == 0 ||
       w13.dims[2] > kTilesMax || w13.dims[2] % 32 != 0 || w13.dims[3] == 0 ||
-      w13.dims[3] > kTilesMax / kRanks || w13.dims[3] % 8 != 0) {
+      w13.dims[3] > kTilesMax / kP8Ranks || w13.dims[3] % 8 != 0) {
     return absl::InvalidArgumentError(absl::StrCat(
         "tensor \"w13_trellis\" is ", w13.TypeAndShape(),
         ", must be I16 [2, E, H/16, I/16, 16 K] with H a multiple of 512 and I "
@@ -156,7 +155,7 @@ absl::StatusOr<NpkMetadata> Geometry(const Metadata& metadata,
   m.experts = static_cast<int64_t>(w13.dims[1]);
   m.hidden = static_cast<int64_t>(16 * w13.dims[2]);
   m.intermediate = static_cast<int64_t>(16 * w13.dims[3]);
-  m.intermediate_global = kRanks * m.intermediate;
+  m.intermediate_global = kP8Ranks * m.intermediate;
   RETURN_IF_ERROR(Expect(metadata, "global_intermediate",
                          absl::StrCat(m.intermediate_global)));
   RETURN_IF_ERROR(
@@ -286,9 +285,7 @@ absl::StatusOr<NpkImport> ImportP8Sidecar(const std::string& path,
                                           const std::string& model_id,
                                           const std::string& output) {
   absl::StatusOr<NpkImport> import = Import(path, model_id, output);
-  if (!import.ok() && !absl::StrContains(import.status().message(), path)) {
-    return Annotate(import.status(), path);
-  }
+  if (!import.ok()) return AnnotateOnce(import.status(), path);
   return import;
 }
 

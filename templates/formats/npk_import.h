@@ -20,6 +20,9 @@ namespace kiln {
 
 inline constexpr char kP8Schema[] = "glm53-p8-coupled-h512-h128-tp4-rank.v1";
 
+// Ranks of the schema.
+inline constexpr int64_t kP8Ranks = 4;
+
 // "p8-layer-003-tp4-rank-0.safetensors".
 std::string P8FileName(int64_t layer, int64_t rank);
 

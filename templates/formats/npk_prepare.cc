@@ -4,16 +4,20 @@
 #include <cstring>
 #include <filesystem>
 #include <map>
+#include <set>
 #include <system_error>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "compiler/base/as_text.h"
 #include "compiler/base/check.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
 #include "templates/formats/npk_header.h"
+#include "templates/formats/npk_import.h"
 
 namespace kiln {
 namespace {
@@ -76,6 +80,56 @@ bool HoldsNpkSidecars(const std::string& folder) {
     if (IsSidecarName(entry.path().filename().string())) return true;
   }
   return false;
+}
+
+std::vector<NpkPlace> NpkPlacesIn(const std::string& folder, bool p8) {
+  std::vector<NpkPlace> places;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+    const std::string name = entry.path().filename().string();
+    // Whether the numbers are written as they must be is seen below.
+    std::vector<int64_t> numbers;
+    for (const absl::string_view word :
+         absl::StrSplit(name.substr(0, name.find('.')), '-')) {
+      int64_t number = 0;
+      if (absl::SimpleAtoi(word, &number)) numbers.push_back(number);
+    }
+    numbers.resize(3);
+    const NpkPlace place = {.layer = numbers[0],
+                            .rank = numbers[1],
+                            .ranks = p8 ? kP8Ranks : numbers[2]};
+    const std::string named =
+        p8 ? P8FileName(place.layer, place.rank)
+           : NpkFileName(place.layer, place.rank, place.ranks);
+    if (name == named) places.push_back(place);
+  }
+  std::sort(places.begin(), places.end());
+  return places;
+}
+
+absl::Status CheckNpkPlace(const std::string& folder,
+                           const std::vector<NpkPlace>& places,
+                           const PrepareOptions& options) {
+  std::set<int64_t> layers;
+  std::vector<std::string> ranks;
+  for (const NpkPlace& place : places) {
+    if (place == NpkPlace{options.layer, options.rank, options.ranks}) {
+      return absl::OkStatus();
+    }
+    layers.insert(place.layer);
+    if (place.layer != options.layer) continue;
+    ranks.push_back(absl::StrCat(place.rank, "/", place.ranks));
+  }
+  if (ranks.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(folder, ": has no sidecar of layer ", options.layer,
+                     "; layers that it has: ",
+                     layers.empty() ? "none" : absl::StrJoin(layers, ", ")));
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      folder, ": has no sidecar of rank ", options.rank, "/", options.ranks,
+      " of layer ", options.layer,
+      "; of this layer --tp may be: ", absl::StrJoin(ranks, ", ")));
 }
 
 absl::StatusOr<std::vector<NpkLayerSummary>> DescribeNpkFolder(
@@ -174,6 +228,7 @@ std::vector<uint32_t> NpkScaleWords(std::span<const uint8_t> scales,
 absl::StatusOr<PreparedNpkLayer> PrepareNpkLayer(
     const std::string& folder, const std::string& output,
     const PrepareOptions& options) {
+  RETURN_IF_ERROR(CheckNpkPlace(folder, NpkPlacesIn(folder, false), options));
   const std::string path = absl::StrCat(
       folder, "/", NpkFileName(options.layer, options.rank, options.ranks));
   NpkOpenOptions open;

@@ -4,11 +4,13 @@
 #ifndef KILN_TEMPLATES_FORMATS_NPK_PREPARE_H_
 #define KILN_TEMPLATES_FORMATS_NPK_PREPARE_H_
 
+#include <compare>
 #include <cstdint>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "templates/formats/npk.h"
 #include "templates/formats/prepare.h"
@@ -17,6 +19,24 @@ namespace kiln {
 
 // True when the folder has a file that is named as NpkFileName names them.
 bool HoldsNpkSidecars(const std::string& folder);
+
+// The layer and the rank in the name of a sidecar.
+struct NpkPlace {
+  int64_t layer = 0;
+  int64_t rank = 0;
+  int64_t ranks = 1;
+  auto operator<=>(const NpkPlace&) const = default;
+};
+
+// Those of the files of a folder that are named as NpkFileName, or with `p8` as
+// P8FileName names them; ascending.
+std::vector<NpkPlace> NpkPlacesIn(const std::string& folder, bool p8);
+
+// InvalidArgument, with the layers or ranks that a folder has, unless `places`
+// has the one that the options want.
+absl::Status CheckNpkPlace(const std::string& folder,
+                           const std::vector<NpkPlace>& places,
+                           const PrepareOptions& options);
 
 // One layer of a folder.
 struct NpkLayerSummary {

@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "compiler/base/annotate_once.h"
 #include "compiler/base/as_text.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
@@ -62,7 +63,7 @@ absl::StatusOr<OpenedLayer> OpenExl3(const std::string& folder,
                      TrellisFromExl3(layer, extent, opened.checkpoint.get()));
     return absl::OkStatus();
   };
-  RETURN_IF_ERROR(Annotate(open(), folder));
+  RETURN_IF_ERROR(AnnotateOnce(open(), folder));
   return opened;
 }
 
@@ -70,8 +71,9 @@ absl::StatusOr<OpenedLayer> OpenBtx(const std::string& folder,
                                     const PrepareOptions& options) {
   OpenedLayer opened;
   ASSIGN_OR_RETURN(const BtxManifest manifest, ReadBtxManifest(folder));
-  absl::StatusOr<TrellisExtent> extent =
-      ExtentOfRank(manifest.intermediate, options.rank, options.ranks);
+  const absl::StatusOr<TrellisExtent> extent = ExtentOfRank(
+      manifest.intermediate, options.rank, options.ranks,
+      [&](const auto& part) { return BtxLayoutOf(manifest, part).status(); });
   if (!extent.ok()) return Annotate(extent.status(), folder);
   ASSIGN_OR_RETURN(BtxLayer layer,
                    BtxLayer::Open(folder, manifest, options.layer));
@@ -91,8 +93,10 @@ absl::StatusOr<OpenedLayer> OpenQsrt(const std::string& folder,
   }
   ASSIGN_OR_RETURN(QsrtLayer layer, QsrtLayer::Open(folder, options.layer));
   opened.qsrt = std::make_unique<QsrtLayer>(std::move(layer));
-  absl::StatusOr<TrellisExtent> extent =
-      ExtentOfRank(opened.qsrt->intermediate(), options.rank, options.ranks);
+  const int64_t channels = opened.qsrt->intermediate();
+  const absl::StatusOr<TrellisExtent> extent = ExtentOfRank(
+      channels, options.rank, options.ranks,
+      [&](const auto& part) { return CheckPairExtent(part, channels); });
   if (!extent.ok()) return Annotate(extent.status(), folder);
   ASSIGN_OR_RETURN(opened.source,
                    TrellisFromQsrtLayer(*extent, opened.qsrt.get()));
@@ -243,7 +247,7 @@ absl::StatusOr<PreparedLayer> PrepareDense(const std::string& folder,
                                            const PrepareOptions& options) {
   ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::Open(folder));
   auto sources = DenseSources(config, options, &checkpoint);
-  if (!sources.ok()) return Annotate(sources.status(), folder);
+  if (!sources.ok()) return AnnotateOnce(sources.status(), folder);
   PreparedLayer prepared;
   prepared.path = PreparedPath(output, options);
   prepared.description = std::string(OpName(Op::kLinear));

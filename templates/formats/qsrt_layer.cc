@@ -330,8 +330,13 @@ absl::Status QsrtLayer::CheckCanonicalText() {
 }
 
 absl::Status QsrtLayer::Validate() {
+  ASSIGN_OR_RETURN(const std::span<const uint8_t> bytes, file_->FileBytes());
+  ASSIGN_OR_RETURN(const std::span<const uint8_t> codes,
+                   file_->Bytes(*formats_));
+  ASSIGN_OR_RETURN(shared_, file_->Bytes(*scales_));
+  ASSIGN_OR_RETURN(slab_, file_->Bytes(*atoms_));
+  // Those above name the file.
   const auto check = [&]() -> absl::Status {
-    ASSIGN_OR_RETURN(const std::span<const uint8_t> bytes, file_->FileBytes());
     if (sha256_.has_value()) {
       const Digest digest = Sha256(AsText(bytes));
       if (digest != *sha256_) {
@@ -340,16 +345,12 @@ absl::Status QsrtLayer::Validate() {
                          " says ", sha256_->ToHex()));
       }
     }
-    ASSIGN_OR_RETURN(const std::span<const uint8_t> codes,
-                     file_->Bytes(*formats_));
     RETURN_IF_ERROR(CheckCodes(codes));
-    ASSIGN_OR_RETURN(shared_, file_->Bytes(*scales_));
     const uint64_t rows = schema_ == Schema::kKimi ? 1 : Size(experts_);
     const uint64_t used = 3 * rows * Size(hidden_) * sizeof(uint16_t);
     RETURN_IF_ERROR(CheckFinite(kScalesName, shared_.first(used)));
     RETURN_IF_ERROR(CheckZeroPadding(kScalesName, used, shared_.subspan(used)));
     shared_ = shared_.first(used);
-    ASSIGN_OR_RETURN(slab_, file_->Bytes(*atoms_));
     return CheckSlab();
   };
   return Annotate(check(), path());

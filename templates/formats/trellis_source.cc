@@ -235,6 +235,37 @@ absl::StatusOr<TrellisExtent> ExtentOfRank(int64_t intermediate, int64_t rank,
   return TrellisExtent{.begin = rank * channels, .end = (rank + 1) * channels};
 }
 
+absl::StatusOr<TrellisExtent> ExtentOfRank(
+    int64_t intermediate, int64_t rank, int64_t ranks,
+    const std::function<absl::Status(const TrellisExtent&)>& check) {
+  constexpr auto kBlock = static_cast<int64_t>(kHadamardBlock);
+  const int64_t blocks = intermediate / kBlock;
+  const auto check_all = [&](int64_t count) -> absl::Status {
+    if (count < 1 || blocks % count != 0) {
+      return absl::InvalidArgumentError(
+          "each needs the same multiple of 128 channels (the Hadamard block)");
+    }
+    const int64_t channels = intermediate / count;
+    for (int64_t begin = 0; begin < intermediate; begin += channels) {
+      RETURN_IF_ERROR(check({.begin = begin, .end = begin + channels}));
+    }
+    return absl::OkStatus();
+  };
+  // What no number of ranks can mend.
+  RETURN_IF_ERROR(
+      ChannelsPerRank("intermediate size", intermediate, 1).status());
+  const absl::Status status = check_all(ranks);
+  if (status.ok()) return ExtentOfRank(intermediate, rank, ranks);
+  if (!absl::IsInvalidArgument(status)) return status;
+  std::vector<int64_t> possible;
+  for (int64_t count = 1; count <= blocks; ++count) {
+    if (check_all(count).ok()) possible.push_back(count);
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "intermediate size ", intermediate, " cannot be split over ", ranks,
+      " ranks: ", status.message(), "; ", RankCountsText(possible)));
+}
+
 absl::Status CheckExtent(const TrellisExtent& extent, int64_t channels) {
   constexpr auto kBlock = static_cast<int64_t>(kHadamardBlock);
   if (extent.begin >= 0 && extent.begin < extent.end &&

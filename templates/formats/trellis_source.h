@@ -103,6 +103,15 @@ absl::Status CheckRank(int64_t rank, int64_t ranks);
 absl::StatusOr<TrellisExtent> ExtentOfRank(int64_t intermediate, int64_t rank,
                                            int64_t ranks);
 
+// The same of a layer with more rules than Hadamard blocks.
+//   check: InvalidArgument for an extent that no rank may have; other errors
+//   do not depend on the extent and are returned as they are.
+//   Errors: InvalidArgument with the rule and the numbers of ranks that are
+//   possible, unless the extents of all ranks pass.
+absl::StatusOr<TrellisExtent> ExtentOfRank(
+    int64_t intermediate, int64_t rank, int64_t ranks,
+    const std::function<absl::Status(const TrellisExtent&)>& check);
+
 // InvalidArgument unless the extent lies within `channels`.
 absl::Status CheckExtent(const TrellisExtent& extent, int64_t channels);
 

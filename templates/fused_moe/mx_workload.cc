@@ -62,9 +62,7 @@ double OneTermValue(int64_t hidden, uint32_t token, int64_t channel) {
 }  // namespace
 
 MxWorkload::MxWorkload(const RequestGeometry& geometry, uint64_t seed)
-    : OpWorkload(geometry, geometry.hidden),
-      tokens_(geometry, seed),
-      constants_(kMxParamCount) {
+    : RoutedWorkload(geometry, seed, kMxParamCount) {
   const std::vector<uint64_t> bytes = MxBytes(geometry, 0);
   const auto weights_seed = [&](MxParam param) {
     return MixSeed(seed, kStreamWeights, Slot(param), 0);
@@ -111,27 +109,9 @@ MxWorkload::MxWorkload(const RequestGeometry& geometry, uint64_t seed)
   }
 }
 
-absl::string_view MxWorkload::Constant(size_t slot) const {
-  return constants_[slot];
-}
-
-std::vector<std::string> MxWorkload::TokenInputs(DrawKind kind, uint32_t draw,
-                                                 uint32_t tokens) const {
-  RoutedTokens::Tokens made = tokens_.Make(
-      kind, draw, tokens,
-      [this](const std::vector<int64_t>&, uint32_t token, int64_t channel) {
-        return OneTermValue(geometry().hidden, token, channel);
-      });
-  std::vector<std::string> slots(kMxParamCount);
-  slots[Slot(MxParam::kX)] = std::move(made.x);
-  slots[Slot(MxParam::kTopkIds)] = std::move(made.topk_ids);
-  slots[Slot(MxParam::kTopkWeights)] = std::move(made.topk_weights);
-  return slots;
-}
-
-int64_t MxWorkload::ActiveExperts(DrawKind kind, uint32_t draw,
-                                  uint32_t tokens) const {
-  return tokens_.ActiveExperts(kind, draw, tokens);
+double MxWorkload::OneTerm(const std::vector<int64_t>&, uint32_t token,
+                           int64_t channel) const {
+  return OneTermValue(geometry().hidden, token, channel);
 }
 
 std::vector<double> MxWorkload::Evaluate(DrawKind kind, uint32_t draw,
@@ -144,10 +124,8 @@ std::vector<double> MxWorkload::Evaluate(DrawKind kind, uint32_t draw,
   MxProblem problem;
   problem.geometry = geometry();
   problem.tokens = tokens;
-  for (size_t i = 0; i < kMxParamCount; ++i) {
-    problem.slots[i] =
-        inputs[i].empty() ? constants_[i].data() : inputs[i].data();
-  }
+  const std::vector<const void*> slots = Slots(inputs);
+  std::copy(slots.begin(), slots.end(), problem.slots);
   std::vector<double> result(rows.size() * row_width());
   MxReferenceRows(problem, rows, mode, result.data(), threads);
   return result;
@@ -189,56 +167,29 @@ std::vector<BufferFill> MxBuffers(const RequestGeometry& geometry) {
   return out;
 }
 
-class Contract : public OpContract {
- public:
-  std::vector<ParamDecl> Params(
-      const RequestGeometry& geometry) const override {
-    return MxParams(geometry);
-  }
-
-  std::vector<BufferFill> Buffers(
-      const RequestGeometry& geometry) const override {
-    return MxBuffers(geometry);
-  }
-
-  OpWork Work(const RequestGeometry& geometry) const override {
-    const auto hidden = static_cast<double>(geometry.hidden);
-    const auto inter = static_cast<double>(geometry.intermediate);
-    const int bits = geometry.weights.bits.gate;
-    OpWork work;
-    work.matrices = {
-        {.slot = Slot(MxParam::kW13),
-         .weights = 2 * hidden * inter,
-         .bits = bits},
-        {.slot = Slot(MxParam::kW2), .weights = hidden * inter, .bits = bits}};
-    // One byte for 32 weights, and six tables of I; f16.
-    work.scale_bytes = 3 * hidden * inter / 32 + 6 * inter * 2;
-    // x in 16 bits, the result in 32.
-    work.token_bytes = hidden * (2 + 4);
-    work.routes = static_cast<double>(geometry.top_k);
-    return work;
-  }
-
-  double TilesExpected(const RequestGeometry& geometry, uint32_t tile,
-                       uint32_t m) const override {
-    return FusedMoeTilesExpected(geometry, tile, m);
-  }
-
-  uint64_t TilesMax(const RequestGeometry& geometry, uint32_t tile,
-                    uint32_t m) const override {
-    return FusedMoeTilesMax(geometry, tile, m);
-  }
-
-  std::unique_ptr<OpWorkload> MakeWorkload(const RequestGeometry& geometry,
-                                           uint64_t seed) const override {
-    return std::make_unique<MxWorkload>(geometry, seed);
-  }
-};
+OpWork MxWork(const RequestGeometry& geometry) {
+  const auto hidden = static_cast<double>(geometry.hidden);
+  const auto inter = static_cast<double>(geometry.intermediate);
+  const int bits = geometry.weights.bits.gate;
+  OpWork work;
+  work.matrices = {
+      {.slot = Slot(MxParam::kW13),
+       .weights = 2 * hidden * inter,
+       .bits = bits},
+      {.slot = Slot(MxParam::kW2), .weights = hidden * inter, .bits = bits}};
+  // One byte for 32 weights, and six tables of I; f16.
+  work.scale_bytes = 3 * hidden * inter / 32 + 6 * inter * 2;
+  return work;
+}
 
 }  // namespace
 
 const OpContract& MxContract() {
-  static const auto* const contract = new Contract;
+  static const auto* const contract =
+      new RoutedContract({.params = MxParams,
+                          .buffers = MxBuffers,
+                          .work = MxWork,
+                          .workload = MakeWorkloadOf<MxWorkload>});
   return *contract;
 }
 

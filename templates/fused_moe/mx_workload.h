@@ -5,14 +5,12 @@
 #define KILN_TEMPLATES_FUSED_MOE_MX_WORKLOAD_H_
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "compiler/spec/request.h"
 #include "templates/fused_moe/op_mx.h"
-#include "templates/fused_moe/routed_tokens.h"
+#include "templates/fused_moe/routed_workload.h"
 #include "templates/op_contract.h"
-#include "templates/op_workload.h"
 
 namespace kiln {
 
@@ -20,26 +18,19 @@ namespace kiln {
 const OpContract& MxContract();
 
 // Not thread-safe. References: the modes of MxExpert.
-class MxWorkload : public OpWorkload {
+class MxWorkload : public RoutedWorkload {
  public:
   // Fills the weights: random streams, block scales of 1/4 to 2, tables that
   // keep activations of order one, the signs of draws 0..7 by turns. The first
   // 128 input scales are 1, for one-term draws.
   MxWorkload(const RequestGeometry& geometry, uint64_t seed);
 
-  absl::string_view Constant(size_t slot) const override;
-  std::vector<std::string> TokenInputs(DrawKind kind, uint32_t draw,
-                                       uint32_t tokens) const override;
-  int64_t ActiveExperts(DrawKind kind, uint32_t draw,
-                        uint32_t tokens) const override;
-
  private:
+  double OneTerm(const std::vector<int64_t>& ids, uint32_t token,
+                 int64_t channel) const override;
   std::vector<double> Evaluate(DrawKind kind, uint32_t draw,
                                const std::vector<int64_t>& rows, int threads,
                                ReferenceMode mode) const override;
-
-  RoutedTokens tokens_;
-  std::vector<std::string> constants_;  // by slot; empty where per-token
 };
 
 }  // namespace kiln

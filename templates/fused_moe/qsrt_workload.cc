@@ -91,9 +91,7 @@ QsrtProblem::QsrtProblem(const RequestGeometry& geometry, uint32_t tokens,
 }
 
 QsrtWorkload::QsrtWorkload(const RequestGeometry& geometry, uint64_t seed)
-    : OpWorkload(geometry, geometry.hidden),
-      tokens_(geometry, seed),
-      constants_(ParamCount(geometry)) {
+    : RoutedWorkload(geometry, seed, ParamCount(geometry)) {
   const std::vector<uint64_t> bytes = QsrtBytes(geometry, 0);
   const auto seed_of = [&](uint64_t stream, QsrtParam param, uint64_t expert) {
     return MixSeed(seed, stream, Slot(param), expert);
@@ -147,28 +145,10 @@ QsrtWorkload::QsrtWorkload(const RequestGeometry& geometry, uint64_t seed)
   }
 }
 
-absl::string_view QsrtWorkload::Constant(size_t slot) const {
-  return constants_[slot];
-}
-
-std::vector<std::string> QsrtWorkload::TokenInputs(DrawKind kind, uint32_t draw,
-                                                   uint32_t tokens) const {
-  RoutedTokens::Tokens made = tokens_.Make(
-      kind, draw, tokens,
-      [this](const std::vector<int64_t>& ids, uint32_t token, int64_t channel) {
-        return OneTermValue(geometry(), Constant(Slot(QsrtParam::kGateSuh)),
-                            ids, token, channel);
-      });
-  std::vector<std::string> slots(constants_.size());
-  slots[Slot(QsrtParam::kX)] = std::move(made.x);
-  slots[Slot(QsrtParam::kTopkIds)] = std::move(made.topk_ids);
-  slots[Slot(QsrtParam::kTopkWeights)] = std::move(made.topk_weights);
-  return slots;
-}
-
-int64_t QsrtWorkload::ActiveExperts(DrawKind kind, uint32_t draw,
-                                    uint32_t tokens) const {
-  return tokens_.ActiveExperts(kind, draw, tokens);
+double QsrtWorkload::OneTerm(const std::vector<int64_t>& ids, uint32_t token,
+                             int64_t channel) const {
+  return OneTermValue(geometry(), Constant(Slot(QsrtParam::kGateSuh)), ids,
+                      token, channel);
 }
 
 std::vector<double> QsrtWorkload::Evaluate(DrawKind kind, uint32_t draw,
@@ -178,12 +158,7 @@ std::vector<double> QsrtWorkload::Evaluate(DrawKind kind, uint32_t draw,
   const auto tokens =
       static_cast<uint32_t>(*std::max_element(rows.begin(), rows.end()) + 1);
   const std::vector<std::string> inputs = TokenInputs(kind, draw, tokens);
-  std::vector<const void*> slots;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    slots.push_back(inputs[i].empty() ? constants_[i].data()
-                                      : inputs[i].data());
-  }
-  const QsrtProblem problem(geometry(), tokens, slots);
+  const QsrtProblem problem(geometry(), tokens, Slots(inputs));
   std::vector<double> result(rows.size() * row_width());
   FusedMoeReferenceRows(problem.problem(), rows, mode, result.data(), threads);
   return result;
@@ -224,58 +199,30 @@ std::vector<BufferFill> QsrtBuffers(const RequestGeometry& geometry) {
   return out;
 }
 
-class Contract : public OpContract {
- public:
-  std::vector<ParamDecl> Params(
-      const RequestGeometry& geometry) const override {
-    return QsrtParams(geometry);
-  }
-
-  std::vector<BufferFill> Buffers(
-      const RequestGeometry& geometry) const override {
-    return QsrtBuffers(geometry);
-  }
-
-  // Of an expert of P33: the rates of one of P24 have the same sum, those of
-  // one of P43 have a sixth more.
-  OpWork Work(const RequestGeometry& geometry) const override {
-    const auto hidden = static_cast<double>(geometry.hidden);
-    const auto inter = static_cast<double>(kQsrtIntermediate);
-    const auto matrix = [&](QsrtParam param) {
-      return OpMatrix{
-          .slot = Slot(param), .weights = hidden * inter, .bits = 3};
-    };
-    OpWork work;
-    work.matrices = {matrix(QsrtParam::kWGate), matrix(QsrtParam::kWUp),
-                     matrix(QsrtParam::kWDown)};
-    // suh of gate and up, the three rotations, svh of down; f16.
-    work.scale_bytes = (3 * hidden + 3 * inter) * 2;
-    // x in 16 bits, the result in 32.
-    work.token_bytes = hidden * (2 + 4);
-    work.routes = static_cast<double>(geometry.top_k);
-    return work;
-  }
-
-  double TilesExpected(const RequestGeometry& geometry, uint32_t tile,
-                       uint32_t m) const override {
-    return FusedMoeTilesExpected(geometry, tile, m);
-  }
-
-  uint64_t TilesMax(const RequestGeometry& geometry, uint32_t tile,
-                    uint32_t m) const override {
-    return FusedMoeTilesMax(geometry, tile, m);
-  }
-
-  std::unique_ptr<OpWorkload> MakeWorkload(const RequestGeometry& geometry,
-                                           uint64_t seed) const override {
-    return std::make_unique<QsrtWorkload>(geometry, seed);
-  }
-};
+// Of an expert of P33: the rates of one of P24 have the same sum, those of
+// one of P43 have a sixth more.
+OpWork QsrtWork(const RequestGeometry& geometry) {
+  const auto hidden = static_cast<double>(geometry.hidden);
+  const auto inter = static_cast<double>(kQsrtIntermediate);
+  const auto matrix = [&](QsrtParam param) {
+    return OpMatrix{.slot = Slot(param), .weights = hidden * inter, .bits = 3};
+  };
+  OpWork work;
+  work.matrices = {matrix(QsrtParam::kWGate), matrix(QsrtParam::kWUp),
+                   matrix(QsrtParam::kWDown)};
+  // suh of gate and up, the three rotations, svh of down; f16.
+  work.scale_bytes = (3 * hidden + 3 * inter) * 2;
+  return work;
+}
 
 }  // namespace
 
 const OpContract& QsrtContract() {
-  static const auto* const contract = new Contract;
+  static const auto* const contract =
+      new RoutedContract({.params = QsrtParams,
+                          .buffers = QsrtBuffers,
+                          .work = QsrtWork,
+                          .workload = MakeWorkloadOf<QsrtWorkload>});
   return *contract;
 }
 

@@ -6,15 +6,13 @@
 
 #include <cstdint>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "compiler/spec/request.h"
 #include "templates/fused_moe/op_qsrt.h"
 #include "templates/fused_moe/reference.h"
-#include "templates/fused_moe/routed_tokens.h"
+#include "templates/fused_moe/routed_workload.h"
 #include "templates/op_contract.h"
-#include "templates/op_workload.h"
 
 namespace kiln {
 
@@ -41,7 +39,7 @@ class QsrtProblem {
 };
 
 // Not thread-safe.
-class QsrtWorkload : public OpWorkload {
+class QsrtWorkload : public RoutedWorkload {
  public:
   // Fills the weights: random words, modes and activations, scales that keep
   // activations of order one. All four pairs of modes of the two products occur
@@ -49,19 +47,12 @@ class QsrtWorkload : public OpWorkload {
   // equal, 1 or -1, for one-term draws.
   QsrtWorkload(const RequestGeometry& geometry, uint64_t seed);
 
-  absl::string_view Constant(size_t slot) const override;
-  std::vector<std::string> TokenInputs(DrawKind kind, uint32_t draw,
-                                       uint32_t tokens) const override;
-  int64_t ActiveExperts(DrawKind kind, uint32_t draw,
-                        uint32_t tokens) const override;
-
  private:
+  double OneTerm(const std::vector<int64_t>& ids, uint32_t token,
+                 int64_t channel) const override;
   std::vector<double> Evaluate(DrawKind kind, uint32_t draw,
                                const std::vector<int64_t>& rows, int threads,
                                ReferenceMode mode) const override;
-
-  RoutedTokens tokens_;
-  std::vector<std::string> constants_;  // by slot; empty where per-token
 };
 
 }  // namespace kiln

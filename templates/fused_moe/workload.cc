@@ -46,9 +46,7 @@ std::vector<BufferFill> FusedMoeBuffers(const RequestGeometry& geometry) {
 
 FusedMoeWorkload::FusedMoeWorkload(const RequestGeometry& geometry,
                                    uint64_t seed)
-    : OpWorkload(geometry, geometry.hidden),
-      tokens_(geometry, seed),
-      constants_(kFusedMoeParamCount) {
+    : RoutedWorkload(geometry, seed, kFusedMoeParamCount) {
   const std::vector<uint64_t> bytes = FusedMoeBytes(geometry, 0);
   const auto slot = [](FusedMoeParam param) {
     return static_cast<size_t>(param);
@@ -88,38 +86,10 @@ FusedMoeWorkload::FusedMoeWorkload(const RequestGeometry& geometry,
   }
 }
 
-absl::string_view FusedMoeWorkload::Constant(size_t slot) const {
-  return constants_[slot];
-}
-
-FusedMoeWorkload::Tokens FusedMoeWorkload::MakeTokens(DrawKind kind,
-                                                      uint32_t draw,
-                                                      uint32_t tokens) const {
-  return tokens_.Make(
-      kind, draw, tokens,
-      [this](const std::vector<int64_t>& ids, uint32_t token, int64_t channel) {
-        return OneTermValue(geometry(), Constant(FusedMoeParam::kGateSuh), ids,
-                            token, channel);
-      });
-}
-
-std::vector<std::string> FusedMoeWorkload::TokenInputs(DrawKind kind,
-                                                       uint32_t draw,
-                                                       uint32_t tokens) const {
-  Tokens made = MakeTokens(kind, draw, tokens);
-  std::vector<std::string> slots(kFusedMoeParamCount);
-  const auto slot = [&slots](FusedMoeParam param) -> std::string& {
-    return slots[static_cast<size_t>(param)];
-  };
-  slot(FusedMoeParam::kX) = std::move(made.x);
-  slot(FusedMoeParam::kTopkIds) = std::move(made.topk_ids);
-  slot(FusedMoeParam::kTopkWeights) = std::move(made.topk_weights);
-  return slots;
-}
-
-int64_t FusedMoeWorkload::ActiveExperts(DrawKind kind, uint32_t draw,
-                                        uint32_t tokens) const {
-  return tokens_.ActiveExperts(kind, draw, tokens);
+double FusedMoeWorkload::OneTerm(const std::vector<int64_t>& ids,
+                                 uint32_t token, int64_t channel) const {
+  return OneTermValue(geometry(), Constant(FusedMoeParam::kGateSuh), ids, token,
+                      channel);
 }
 
 std::vector<double> FusedMoeWorkload::Evaluate(DrawKind kind, uint32_t draw,
@@ -162,59 +132,32 @@ std::vector<double> FusedMoeWorkload::Evaluate(DrawKind kind, uint32_t draw,
 
 namespace {
 
-class Contract : public OpContract {
- public:
-  std::vector<ParamDecl> Params(
-      const RequestGeometry& geometry) const override {
-    return FusedMoeParams(geometry);
-  }
-
-  std::vector<BufferFill> Buffers(
-      const RequestGeometry& geometry) const override {
-    return FusedMoeBuffers(geometry);
-  }
-
-  OpWork Work(const RequestGeometry& geometry) const override {
-    const auto hidden = static_cast<double>(geometry.hidden);
-    const auto intermediate = static_cast<double>(geometry.intermediate);
-    const Bits& bits = geometry.weights.bits;
-    const auto matrix = [&](FusedMoeParam param, int rate) {
-      return OpMatrix{.slot = static_cast<uint64_t>(param),
-                      .weights = hidden * intermediate,
-                      .bits = rate};
-    };
-    OpWork work;
-    work.matrices = {matrix(FusedMoeParam::kWGate, bits.gate),
-                     matrix(FusedMoeParam::kWUp, bits.up),
-                     matrix(FusedMoeParam::kWDown, bits.down)};
-    // suh of gate and up, the three rotations, svh of down; f16.
-    work.scale_bytes = (3 * hidden + 3 * intermediate) * 2;
-    // x in 16 bits, the result in 32.
-    work.token_bytes = hidden * (2 + 4);
-    work.routes = static_cast<double>(geometry.top_k);
-    return work;
-  }
-
-  double TilesExpected(const RequestGeometry& geometry, uint32_t tile,
-                       uint32_t m) const override {
-    return FusedMoeTilesExpected(geometry, tile, m);
-  }
-
-  uint64_t TilesMax(const RequestGeometry& geometry, uint32_t tile,
-                    uint32_t m) const override {
-    return FusedMoeTilesMax(geometry, tile, m);
-  }
-
-  std::unique_ptr<OpWorkload> MakeWorkload(const RequestGeometry& geometry,
-                                           uint64_t seed) const override {
-    return std::make_unique<FusedMoeWorkload>(geometry, seed);
-  }
-};
+OpWork FusedMoeWork(const RequestGeometry& geometry) {
+  const auto hidden = static_cast<double>(geometry.hidden);
+  const auto intermediate = static_cast<double>(geometry.intermediate);
+  const Bits& bits = geometry.weights.bits;
+  const auto matrix = [&](FusedMoeParam param, int rate) {
+    return OpMatrix{.slot = static_cast<uint64_t>(param),
+                    .weights = hidden * intermediate,
+                    .bits = rate};
+  };
+  OpWork work;
+  work.matrices = {matrix(FusedMoeParam::kWGate, bits.gate),
+                   matrix(FusedMoeParam::kWUp, bits.up),
+                   matrix(FusedMoeParam::kWDown, bits.down)};
+  // suh of gate and up, the three rotations, svh of down; f16.
+  work.scale_bytes = (3 * hidden + 3 * intermediate) * 2;
+  return work;
+}
 
 }  // namespace
 
 const OpContract& FusedMoeContract() {
-  static const auto* const contract = new Contract;
+  static const auto* const contract =
+      new RoutedContract({.params = FusedMoeParams,
+                          .buffers = FusedMoeBuffers,
+                          .work = FusedMoeWork,
+                          .workload = MakeWorkloadOf<FusedMoeWorkload>});
   return *contract;
 }
 

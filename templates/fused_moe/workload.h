@@ -5,16 +5,14 @@
 #define KILN_TEMPLATES_FUSED_MOE_WORKLOAD_H_
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "compiler/spec/buffer_fill.h"
 #include "compiler/spec/request.h"
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/reference.h"
-#include "templates/fused_moe/routed_tokens.h"
+#include "templates/fused_moe/routed_workload.h"
 #include "templates/op_contract.h"
-#include "templates/op_workload.h"
 
 namespace kiln {
 
@@ -26,14 +24,14 @@ std::vector<BufferFill> FusedMoeBuffers(const RequestGeometry& geometry);
 const OpContract& FusedMoeContract();
 
 // Not thread-safe.
-class FusedMoeWorkload : public OpWorkload {
+class FusedMoeWorkload : public RoutedWorkload {
  public:
   // Fills the weights and scales: uniformly random trellis words (every payload
   // is valid) and scales that keep activations of order one. The first 128
   // input scales of gate and up are equal, 1 or -1, for one-term draws.
   FusedMoeWorkload(const RequestGeometry& geometry, uint64_t seed);
 
-  absl::string_view Constant(size_t slot) const override;
+  using RoutedWorkload::Constant;
 
   // Those of kWGate .. kDownSvh are not empty.
   absl::string_view Constant(FusedMoeParam param) const {
@@ -41,23 +39,15 @@ class FusedMoeWorkload : public OpWorkload {
   }
 
   using Tokens = RoutedTokens::Tokens;
-
-  // TokenInputs by name.
-  Tokens MakeTokens(DrawKind kind, uint32_t draw, uint32_t tokens) const;
-
-  std::vector<std::string> TokenInputs(DrawKind kind, uint32_t draw,
-                                       uint32_t tokens) const override;
-  int64_t ActiveExperts(DrawKind kind, uint32_t draw,
-                        uint32_t tokens) const override;
+  using RoutedWorkload::MakeTokens;
 
  private:
+  double OneTerm(const std::vector<int64_t>& ids, uint32_t token,
+                 int64_t channel) const override;
   // The reference on tokens 0 .. max(rows) of a draw.
   std::vector<double> Evaluate(DrawKind kind, uint32_t draw,
                                const std::vector<int64_t>& rows, int threads,
                                ReferenceMode mode) const override;
-
-  RoutedTokens tokens_;
-  std::vector<std::string> constants_;  // by slot; empty where per-token
 };
 
 }  // namespace kiln

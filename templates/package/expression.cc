@@ -25,193 +25,6 @@ constexpr absl::string_view kTokens = "m";
 constexpr std::pair<absl::string_view, char> kFunctions[] = {
     {"ceil_div", 'c'}, {"min", '<'}, {"max", '>'}};
 
-// Recursive descent; every call adds the nodes of what it read.
-class Parser {
- public:
-  Parser(absl::string_view text, const std::set<std::string>& names,
-         bool launch)
-      : text_(text), names_(names), launch_(launch) {}
-
-  absl::StatusOr<std::vector<Node>> Run() {
-    if (text_.size() > kExpressionBytesMax) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("the expression has ", text_.size(), " bytes, at most ",
-                       kExpressionBytesMax, " are accepted"));
-    }
-    ASSIGN_OR_RETURN(const size_t result, Sum(0));
-    SkipBlanks();
-    if (at_ != text_.size()) return Refuse("an operator");
-    KILN_CHECK(result + 1 == nodes_.size());
-    return std::move(nodes_);
-  }
-
- private:
-  absl::Status Refuse(absl::string_view expected) const {
-    return Error(absl::StrCat(
-        "expected ", expected, ", found ",
-        at_ < text_.size() ? JsonQuote(text_.substr(at_, 1)) : "the end"));
-  }
-
-  absl::Status Error(absl::string_view what) const {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "expression ", JsonQuote(text_), ", at byte ", at_ + 1, ": ", what));
-  }
-
-  void SkipBlanks() {
-    while (at_ < text_.size() && text_[at_] == ' ') ++at_;
-  }
-
-  // The next character that is no blank; 0 at the end.
-  char Peek() {
-    SkipBlanks();
-    return at_ < text_.size() ? text_[at_] : '\0';
-  }
-
-  absl::Status Expect(char c) {
-    if (Peek() != c) return Refuse(absl::StrCat("\"", std::string(1, c), "\""));
-    ++at_;
-    return absl::OkStatus();
-  }
-
-  absl::StatusOr<size_t> Sum(int depth) {
-    ASSIGN_OR_RETURN(size_t left, Product(depth));
-    while (Peek() == '+' || Peek() == '-') {
-      const char operation = text_[at_++];
-      ASSIGN_OR_RETURN(const size_t right, Product(depth));
-      ASSIGN_OR_RETURN(left, Add(operation, left, right));
-    }
-    return left;
-  }
-
-  absl::StatusOr<size_t> Product(int depth) {
-    ASSIGN_OR_RETURN(size_t left, Operand(depth));
-    while (Peek() == '*' || Peek() == '/' || Peek() == '%') {
-      const char operation = text_[at_++];
-      ASSIGN_OR_RETURN(const size_t right, Operand(depth));
-      ASSIGN_OR_RETURN(left, Add(operation, left, right));
-    }
-    return left;
-  }
-
-  absl::StatusOr<size_t> Operand(int depth) {
-    if (depth >= kExpressionDepthMax) {
-      return Error(absl::StrCat("deeper than ", kExpressionDepthMax,
-                                " levels of brackets"));
-    }
-    const char c = Peek();
-    if (c == '(') {
-      ++at_;
-      ASSIGN_OR_RETURN(const size_t inside, Sum(depth + 1));
-      RETURN_IF_ERROR(Expect(')'));
-      return inside;
-    }
-    if (absl::ascii_isdigit(static_cast<unsigned char>(c))) return Literal();
-    if (absl::ascii_islower(static_cast<unsigned char>(c))) return Word(depth);
-    return Refuse("a number, a name or \"(\"");
-  }
-
-  std::string Take(bool (*belongs)(unsigned char)) {
-    const size_t begin = at_;
-    while (at_ < text_.size() &&
-           (belongs(static_cast<unsigned char>(text_[at_])) ||
-            text_[at_] == '_')) {
-      ++at_;
-    }
-    return std::string(text_.substr(begin, at_ - begin));
-  }
-
-  absl::StatusOr<size_t> Literal() {
-    const std::string digits = Take(absl::ascii_isalnum);
-    Node node;
-    if (!absl::SimpleAtoi(digits, &node.number)) {
-      return Error(
-          absl::StrCat(JsonQuote(digits), " is no whole number of 64 bits"));
-    }
-    return Append(std::move(node));
-  }
-
-  absl::StatusOr<size_t> Word(int depth) {
-    const std::string word = Take(absl::ascii_isalnum);
-    for (const auto& [function, operation] : kFunctions) {
-      if (function != word) continue;
-      RETURN_IF_ERROR(Expect('('));
-      ASSIGN_OR_RETURN(const size_t left, Sum(depth + 1));
-      RETURN_IF_ERROR(Expect(','));
-      ASSIGN_OR_RETURN(const size_t right, Sum(depth + 1));
-      RETURN_IF_ERROR(Expect(')'));
-      return Add(operation, left, right);
-    }
-    Node node;
-    node.operation = '$';
-    node.name = word;
-    if (word == kTokens) {
-      if (!launch_) {
-        return Error(
-            "m is known at a launch only, and may stand in a grid alone; "
-            "capacity is its largest value");
-      }
-      node.kind = Kind::kLinear;
-    } else if (names_.count(word) == 0) {
-      return Error(absl::StrCat("unknown name ", JsonQuote(word),
-                                "; known: ", launch_ ? "m, " : "",
-                                absl::StrJoin(names_, ", ")));
-    }
-    return Append(std::move(node));
-  }
-
-  absl::StatusOr<size_t> Add(char operation, size_t left, size_t right) {
-    const Kind a = nodes_[left].kind;
-    const Kind b = nodes_[right].kind;
-    Node node;
-    node.operation = operation;
-    node.left = left;
-    node.right = right;
-    const std::optional<Kind> kind = KindOf(operation, a, b);
-    if (!kind.has_value()) {
-      return Error(
-          "a launch cannot compute this of m; it can a * m + b, "
-          "ceil_div(a * m + b, c), and min of two of these");
-    }
-    node.kind = *kind;
-    return Append(std::move(node));
-  }
-
-  // Absent for what a LaunchDim cannot say.
-  static std::optional<Kind> KindOf(char operation, Kind a, Kind b) {
-    if (a == Kind::kNumber && b == Kind::kNumber) return Kind::kNumber;
-    const bool linear = a <= Kind::kLinear && b <= Kind::kLinear;
-    switch (operation) {
-      case '+':
-      case '-':
-        return linear ? std::optional(Kind::kLinear) : std::nullopt;
-      case '*':
-        return linear && (a == Kind::kNumber || b == Kind::kNumber)
-                   ? std::optional(Kind::kLinear)
-                   : std::nullopt;
-      case 'c':
-        return linear && b == Kind::kNumber ? std::optional(Kind::kQuotient)
-                                            : std::nullopt;
-      case '<':
-        return a != Kind::kSmaller && b != Kind::kSmaller
-                   ? std::optional(Kind::kSmaller)
-                   : std::nullopt;
-      default:
-        return std::nullopt;
-    }
-  }
-
-  size_t Append(Node node) {
-    nodes_.push_back(std::move(node));
-    return nodes_.size() - 1;
-  }
-
-  absl::string_view text_;
-  const std::set<std::string>& names_;
-  const bool launch_;
-  size_t at_ = 0;
-  std::vector<Node> nodes_;
-};
-
 // ceil((mul * m + add) / div), in wide numbers.
 struct WideTerm {
   int64_t mul = 0;
@@ -308,6 +121,227 @@ WideDim Apply(const Node& node, const WideDim& left, const WideDim& right,
   }
 }
 
+// Recursive descent; every call adds the nodes of what it read.
+class Parser {
+ public:
+  Parser(absl::string_view text, const std::set<std::string>& names,
+         bool launch)
+      : text_(text), names_(names), launch_(launch) {}
+
+  absl::StatusOr<std::vector<Node>> Run() {
+    if (text_.size() > kExpressionBytesMax) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("the expression has ", text_.size(), " bytes, at most ",
+                       kExpressionBytesMax, " are accepted"));
+    }
+    ASSIGN_OR_RETURN(const size_t result, Sum(0));
+    SkipBlanks();
+    if (at_ != text_.size()) return Refuse("an operator");
+    KILN_CHECK(result + 1 == nodes_.size());
+    return std::move(nodes_);
+  }
+
+ private:
+  absl::Status Refuse(absl::string_view expected) const {
+    return Error(absl::StrCat(
+        "expected ", expected, ", found ",
+        at_ < text_.size() ? JsonQuote(text_.substr(at_, 1)) : "the end"));
+  }
+
+  absl::Status Error(absl::string_view what) const {
+    return ErrorAt(at_, what);
+  }
+
+  absl::Status ErrorAt(size_t at, absl::string_view what) const {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "expression ", JsonQuote(text_), ", at byte ", at + 1, ": ", what));
+  }
+
+  void SkipBlanks() {
+    while (at_ < text_.size() && text_[at_] == ' ') ++at_;
+  }
+
+  // The next character that is no blank; 0 at the end.
+  char Peek() {
+    SkipBlanks();
+    return at_ < text_.size() ? text_[at_] : '\0';
+  }
+
+  absl::Status Expect(char c) {
+    if (Peek() != c) return Refuse(absl::StrCat("\"", std::string(1, c), "\""));
+    ++at_;
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<size_t> Sum(int depth) {
+    ASSIGN_OR_RETURN(size_t left, Product(depth));
+    while (Peek() == '+' || Peek() == '-') {
+      const size_t at = at_++;
+      ASSIGN_OR_RETURN(const size_t right, Product(depth));
+      ASSIGN_OR_RETURN(left, Add(text_[at], at, left, right));
+    }
+    return left;
+  }
+
+  absl::StatusOr<size_t> Product(int depth) {
+    ASSIGN_OR_RETURN(size_t left, Operand(depth));
+    while (Peek() == '*' || Peek() == '/' || Peek() == '%') {
+      const size_t at = at_++;
+      ASSIGN_OR_RETURN(const size_t right, Operand(depth));
+      ASSIGN_OR_RETURN(left, Add(text_[at], at, left, right));
+    }
+    return left;
+  }
+
+  absl::StatusOr<size_t> Operand(int depth) {
+    if (depth >= kExpressionDepthMax) {
+      return Error(absl::StrCat("deeper than ", kExpressionDepthMax,
+                                " levels of brackets"));
+    }
+    const char c = Peek();
+    if (c == '(') {
+      ++at_;
+      ASSIGN_OR_RETURN(const size_t inside, Sum(depth + 1));
+      RETURN_IF_ERROR(Expect(')'));
+      return inside;
+    }
+    if (absl::ascii_isdigit(static_cast<unsigned char>(c))) return Literal();
+    if (absl::ascii_islower(static_cast<unsigned char>(c))) return Word(depth);
+    return Refuse("a number, a name or \"(\"");
+  }
+
+  std::string Take(bool (*belongs)(unsigned char)) {
+    const size_t begin = at_;
+    while (at_ < text_.size() &&
+           (belongs(static_cast<unsigned char>(text_[at_])) ||
+            text_[at_] == '_')) {
+      ++at_;
+    }
+    return std::string(text_.substr(begin, at_ - begin));
+  }
+
+  absl::StatusOr<size_t> Literal() {
+    const std::string digits = Take(absl::ascii_isalnum);
+    Node node;
+    if (!absl::SimpleAtoi(digits, &node.number)) {
+      return Error(
+          absl::StrCat(JsonQuote(digits), " is no whole number of 64 bits"));
+    }
+    const int64_t number = node.number;
+    return Append(std::move(node), number);
+  }
+
+  absl::StatusOr<size_t> Word(int depth) {
+    SkipBlanks();
+    const size_t at = at_;
+    const std::string word = Take(absl::ascii_isalnum);
+    for (const auto& [function, operation] : kFunctions) {
+      if (function != word) continue;
+      RETURN_IF_ERROR(Expect('('));
+      ASSIGN_OR_RETURN(const size_t left, Sum(depth + 1));
+      RETURN_IF_ERROR(Expect(','));
+      ASSIGN_OR_RETURN(const size_t right, Sum(depth + 1));
+      RETURN_IF_ERROR(Expect(')'));
+      return Add(operation, at, left, right);
+    }
+    Node node;
+    node.operation = '$';
+    node.name = word;
+    if (word == kTokens) {
+      if (!launch_) {
+        return Error(
+            "m is known at a launch only, and may stand in a grid alone; "
+            "capacity is its largest value");
+      }
+      node.kind = Kind::kLinear;
+    } else if (names_.count(word) == 0) {
+      return Error(absl::StrCat("unknown name ", JsonQuote(word),
+                                "; known: ", launch_ ? "m, " : "",
+                                absl::StrJoin(names_, ", ")));
+    }
+    return Append(std::move(node), std::nullopt);
+  }
+
+  // at: where the operation stands.
+  absl::StatusOr<size_t> Add(char operation, size_t at, size_t left,
+                             size_t right) {
+    const Kind a = nodes_[left].kind;
+    const Kind b = nodes_[right].kind;
+    Node node;
+    node.operation = operation;
+    node.left = left;
+    node.right = right;
+    const std::optional<Kind> kind = KindOf(operation, a, b);
+    if (!kind.has_value()) {
+      return Error(
+          "a launch cannot compute this of m; it can a * m + b, "
+          "ceil_div(a * m + b, c), and min of two of these");
+    }
+    node.kind = *kind;
+    ASSIGN_OR_RETURN(const std::optional<int64_t> number,
+                     NumberOf(node, at, numbers_[left], numbers_[right]));
+    return Append(std::move(node), number);
+  }
+
+  // The value of a node that no name can change. One that fails is refused
+  // here, for it fails at every point; so is a division by such a 0.
+  absl::StatusOr<std::optional<int64_t>> NumberOf(
+      const Node& node, size_t at, std::optional<int64_t> left,
+      std::optional<int64_t> right) const {
+    Arithmetic math;
+    std::optional<int64_t> number;
+    if (left.has_value() && right.has_value()) {
+      number = Apply(node, {.a = {0, *left, 1}, .b = std::nullopt},
+                     {.a = {0, *right, 1}, .b = std::nullopt}, &math)
+                   .a.add;
+    } else if (right.has_value() &&
+               absl::string_view("/%c").find(node.operation) !=
+                   absl::string_view::npos) {
+      math.Divisor(*right);
+    }
+    if (!math.problem().empty()) return ErrorAt(at, math.problem());
+    return number;
+  }
+
+  // Absent for what a LaunchDim cannot say.
+  static std::optional<Kind> KindOf(char operation, Kind a, Kind b) {
+    if (a == Kind::kNumber && b == Kind::kNumber) return Kind::kNumber;
+    const bool linear = a <= Kind::kLinear && b <= Kind::kLinear;
+    switch (operation) {
+      case '+':
+      case '-':
+        return linear ? std::optional(Kind::kLinear) : std::nullopt;
+      case '*':
+        return linear && (a == Kind::kNumber || b == Kind::kNumber)
+                   ? std::optional(Kind::kLinear)
+                   : std::nullopt;
+      case 'c':
+        return linear && b == Kind::kNumber ? std::optional(Kind::kQuotient)
+                                            : std::nullopt;
+      case '<':
+        return a != Kind::kSmaller && b != Kind::kSmaller
+                   ? std::optional(Kind::kSmaller)
+                   : std::nullopt;
+      default:
+        return std::nullopt;
+    }
+  }
+
+  size_t Append(Node node, std::optional<int64_t> number) {
+    nodes_.push_back(std::move(node));
+    numbers_.push_back(number);
+    return nodes_.size() - 1;
+  }
+
+  absl::string_view text_;
+  const std::set<std::string>& names_;
+  const bool launch_;
+  size_t at_ = 0;
+  std::vector<Node> nodes_;
+  // What each node is worth; absent where a name decides.
+  std::vector<std::optional<int64_t>> numbers_;
+};
+
 absl::StatusOr<WideDim> Evaluate(const std::vector<Node>& nodes,
                                  const std::string& text,
                                  const ExpressionValues& values) {
@@ -365,6 +399,12 @@ absl::StatusOr<Expression> Expression::Parse(absl::string_view text,
   return expression;
 }
 
+bool Expression::IsFixed() const {
+  return std::all_of(nodes_.begin(), nodes_.end(), [](const Node& node) {
+    return node.operation != '$' || node.kind == Kind::kLinear;
+  });
+}
+
 absl::StatusOr<int64_t> Expression::Number(
     const ExpressionValues& values) const {
   ASSIGN_OR_RETURN(const WideDim result, Evaluate(nodes_, text_, values));
@@ -415,6 +455,8 @@ absl::StatusOr<Condition> Condition::Parse(absl::string_view text,
                    Expression::Parse(text.substr(begin + bytes), names, false));
   return condition;
 }
+
+bool Condition::IsFixed() const { return left_.IsFixed() && right_.IsFixed(); }
 
 absl::StatusOr<bool> Condition::Holds(const ExpressionValues& values) const {
   ASSIGN_OR_RETURN(const int64_t left, left_.Number(values));

@@ -56,10 +56,14 @@ class Expression {
   Expression() = default;
 
   // names: those that may occur. launch: m may occur too.
-  //   Errors: InvalidArgument, with the expression and the place in it.
+  //   Errors: InvalidArgument, with the expression and the place in it; also
+  //   for a part without names that overflows or divides by something below 1.
   static absl::StatusOr<Expression> Parse(absl::string_view text,
                                           const std::set<std::string>& names,
                                           bool launch);
+
+  // Whether it names nothing but m: it is then worth the same at every point.
+  bool IsFixed() const;
 
   // The value of an expression without m. `values` has all names.
   //   Errors: InvalidArgument, with the expression, where it overflows or
@@ -88,6 +92,8 @@ class Condition {
  public:
   static absl::StatusOr<Condition> Parse(absl::string_view text,
                                          const std::set<std::string>& names);
+
+  bool IsFixed() const;  // as that of an expression
 
   //   Errors: as Expression::Number.
   absl::StatusOr<bool> Holds(const ExpressionValues& values) const;

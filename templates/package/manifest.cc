@@ -182,11 +182,27 @@ class Parser {
                                     JsonExcerpt(node)));
     }
     absl::StatusOr<Expression> parsed = Expression::Parse(text, names_, launch);
-    if (!parsed.ok()) {
-      return JsonError(file_, node,
-                       absl::StrCat(what, ": ", parsed.status().message()));
-    }
+    RETURN_IF_ERROR(At(node, what, parsed.status()));
     return parsed;
+  }
+
+  // An expression for a size within [low, high]. One that no name can change is
+  // held against them here, others are at each point.
+  absl::StatusOr<Expression> ParseSize(const JsonNode& node,
+                                       absl::string_view what, int64_t low,
+                                       int64_t high) {
+    ASSIGN_OR_RETURN(Expression size, ParseExpression(node, what, false));
+    if (size.IsFixed()) {
+      RETURN_IF_ERROR(At(node, what, size.Within({}, low, high).status()));
+    }
+    return size;
+  }
+
+  // An error about the expression at a node, with its place.
+  absl::Status At(const JsonNode& node, absl::string_view what,
+                  const absl::Status& status) {
+    if (status.ok()) return status;
+    return JsonError(file_, node, absl::StrCat(what, ": ", status.message()));
   }
 
   absl::Status ParseIdentity(const ObjectReader& reader) {
@@ -233,12 +249,24 @@ class Parser {
   absl::StatusOr<SizeRange> ParseRange(const ObjectReader& reader,
                                        absl::string_view key) {
     SizeRange range;
-    if (reader.Optional(key) == nullptr) return range;
-    ASSIGN_OR_RETURN(const std::vector<const JsonNode*> ends,
-                     List(reader, key, 2, 2));
-    ASSIGN_OR_RETURN(range.low, reader.IntegerOf(*ends[0], key, 1, INT64_MAX));
-    ASSIGN_OR_RETURN(range.high,
-                     reader.IntegerOf(*ends[1], key, range.low, INT64_MAX));
+    const JsonNode* node = reader.Optional(key);
+    if (node == nullptr) return range;
+    const std::vector<JsonNode>& ends = node->items;
+    if (node->kind != JsonNode::Kind::kArray || ends.size() != 2 ||
+        ends[0].kind != JsonNode::Kind::kInteger ||
+        ends[1].kind != JsonNode::Kind::kInteger || ends[0].integer < 1 ||
+        ends[1].integer < ends[0].integer) {
+      const std::string found =
+          ends.size() == 2 ? absl::StrCat("[", JsonExcerpt(ends[0]), ", ",
+                                          JsonExcerpt(ends[1]), "]")
+                           : JsonExcerpt(*node);
+      return reader.Error(
+          *node, absl::StrCat("\"", key, "\" is ", found,
+                              ", must be a range [low, high] of whole numbers, "
+                              "1 <= low <= high; [64, 64] is 64 alone"));
+    }
+    range.low = ends[0].integer;
+    range.high = ends[1].integer;
     return range;
   }
 
@@ -362,10 +390,14 @@ class Parser {
     ASSIGN_OR_RETURN(const std::vector<std::string> texts,
                      Texts(reader, "conditions", 0));
     for (size_t i = 0; i < texts.size(); ++i) {
+      const JsonNode& node = reader.Optional("conditions")->items[i];
       absl::StatusOr<Condition> parsed = Condition::Parse(texts[i], names_);
-      if (!parsed.ok()) {
-        return JsonError(file_, reader.Optional("conditions")->items[i],
-                         parsed.status().message());
+      RETURN_IF_ERROR(At(node, "\"conditions\"", parsed.status()));
+      if (parsed->IsFixed() && !*parsed->Holds({})) {
+        return JsonError(file_, node,
+                         absl::StrCat("\"conditions\": ", JsonQuote(texts[i]),
+                                      " never holds, so that no point is "
+                                      "legal; compare something with a name"));
       }
       out_.conditions.push_back(*std::move(parsed));
     }
@@ -409,7 +441,7 @@ class Parser {
       return absl::OkStatus();
     }
     ASSIGN_OR_RETURN(out_.threads,
-                     ParseExpression(*node, "\"threads\"", false));
+                     ParseSize(*node, "\"threads\"", 1, kPackageThreadsMax));
     return absl::OkStatus();
   }
 
@@ -612,8 +644,9 @@ class Parser {
       if (reader.Optional("bytes") == nullptr) {
         return reader.Error(*item, "arena slice lacks the key \"bytes\"");
       }
-      ASSIGN_OR_RETURN(slice.bytes, ParseExpression(*reader.Optional("bytes"),
-                                                    "\"bytes\"", false));
+      ASSIGN_OR_RETURN(slice.bytes,
+                       ParseSize(*reader.Optional("bytes"), "\"bytes\"", 0,
+                                 kPackageSliceBytesMax));
       out_.arena.push_back(std::move(slice));
     }
     return absl::OkStatus();
@@ -657,12 +690,13 @@ class Parser {
                            absl::StrCat("program ", step.program, " has ",
                                         absl::StrJoin(entries, ", ")));
     }
-    RETURN_IF_ERROR(ParseDims(reader, "grid", true, &step.grid));
+    RETURN_IF_ERROR(ParseGrid(reader, &step.grid));
     if (cuda) {
-      RETURN_IF_ERROR(ParseDims(reader, "block", false, &step.block));
+      RETURN_IF_ERROR(ParseBlock(reader, &step.block));
       if (const JsonNode* shared = reader.Optional("shared_bytes")) {
-        ASSIGN_OR_RETURN(step.shared_bytes,
-                         ParseExpression(*shared, "\"shared_bytes\"", false));
+        ASSIGN_OR_RETURN(
+            step.shared_bytes,
+            ParseSize(*shared, "\"shared_bytes\"", 0, kPackageSharedBytesMax));
       }
     }
     ASSIGN_OR_RETURN(const std::vector<const JsonNode*> args,
@@ -674,21 +708,60 @@ class Parser {
     return step;
   }
 
-  // One to three dimensions; those left out are 1.
+  // One to three dimensions, each by `parse`; those left out are 1.
+  template <typename ParseOne>
   absl::Status ParseDims(const ObjectReader& reader, absl::string_view key,
-                         bool launch, std::array<Expression, 3>* out) {
+                         const ParseOne& parse,
+                         std::array<Expression, 3>* out) {
     ASSIGN_OR_RETURN(const std::vector<const JsonNode*> dims,
                      List(reader, key, 1, 3));
     for (size_t d = 0; d < out->size(); ++d) {
-      if (d >= dims.size()) {
+      if (d < dims.size()) {
+        ASSIGN_OR_RETURN((*out)[d], parse(*dims[d]));
+      } else {
         ASSIGN_OR_RETURN((*out)[d], Expression::Parse("1", names_, false));
-        continue;
       }
-      ASSIGN_OR_RETURN(
-          (*out)[d],
-          ParseExpression(*dims[d], absl::StrCat("\"", key, "\""), launch));
     }
     return absl::OkStatus();
+  }
+
+  absl::Status ParseGrid(const ObjectReader& reader,
+                         std::array<Expression, 3>* out) {
+    constexpr absl::string_view kGrid = "\"grid\"";
+    const auto tokens_max = static_cast<uint32_t>(
+        std::min<int64_t>(out_.serves.capacity.high, kCapacityMax));
+    const auto parse = [&](const JsonNode& node) -> absl::StatusOr<Expression> {
+      ASSIGN_OR_RETURN(Expression dim, ParseExpression(node, kGrid, true));
+      if (!dim.IsFixed()) return dim;
+      const absl::StatusOr<LaunchDim> launch = dim.Dim({});
+      RETURN_IF_ERROR(At(node, kGrid, launch.status()));
+      // Fewer tokens give no more blocks.
+      if (launch->Evaluate(tokens_max) != 0) return dim;
+      return JsonError(
+          file_, node,
+          absl::StrCat(kGrid, ": expression ", JsonQuote(dim.text()),
+                       " is 0 for all m, must be at least 1"));
+    };
+    return ParseDims(reader, "grid", parse, out);
+  }
+
+  absl::Status ParseBlock(const ObjectReader& reader,
+                          std::array<Expression, 3>* out) {
+    int64_t threads = 1;  // of the dimensions that are fixed
+    const auto parse = [&](const JsonNode& node) -> absl::StatusOr<Expression> {
+      ASSIGN_OR_RETURN(Expression dim,
+                       ParseSize(node, "\"block\"", 1, kPackageThreadsMax));
+      if (dim.IsFixed()) {
+        ASSIGN_OR_RETURN(const int64_t n, dim.Number({}));
+        threads *= n;
+      }
+      if (threads <= kPackageThreadsMax) return dim;
+      return JsonError(
+          file_, node,
+          absl::StrCat("\"block\": ", threads, " threads exceed the limit of ",
+                       kPackageThreadsMax));
+    };
+    return ParseDims(reader, "block", parse, out);
   }
 
   // "tokens", "param:NAME", "arena:NAME", "u32:EXPRESSION", "u64:EXPRESSION".
@@ -714,10 +787,12 @@ class Parser {
       arg.kind = ArgKind::kArena;
       for (const PackageSlice& slice : out_.arena) known.push_back(slice.name);
     } else if (kind == "u32" || kind == "u64") {
-      arg.kind = kind == "u32" ? ArgKind::kU32 : ArgKind::kU64;
+      const bool is_u32 = kind == "u32";
+      arg.kind = is_u32 ? ArgKind::kU32 : ArgKind::kU64;
       JsonNode value = node;
       value.text = std::string(rest);
-      ASSIGN_OR_RETURN(arg.value, ParseExpression(value, "argument", false));
+      ASSIGN_OR_RETURN(arg.value, ParseSize(value, "argument", 0,
+                                            is_u32 ? UINT32_MAX : INT64_MAX));
       return arg;
     } else {
       return JsonError(file_, node, absl::StrCat(kRule, JsonExcerpt(node)));

@@ -32,6 +32,11 @@ inline constexpr size_t kPackagePointsMax = 4096;  // of all axes together
 inline constexpr size_t kPackageListMax = 64;      // of anything else
 inline constexpr size_t kPackageNameBytesMax = 64;
 inline constexpr size_t kPackagePathBytesMax = 255;
+// Threads of a block, and of a processor that shares the blocks of a step.
+inline constexpr int64_t kPackageThreadsMax = 1024;
+inline constexpr int64_t kPackageSharedBytesMax = 1 << 20;
+inline constexpr auto kPackageSliceBytesMax =
+    static_cast<int64_t>(kArenaBytesMax);
 
 // Sizes from `low` to `high`, both included.
 struct SizeRange {

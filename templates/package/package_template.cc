@@ -18,10 +18,6 @@
 namespace kiln {
 namespace {
 
-// Threads of a block, and of a processor that shares the blocks of a step.
-constexpr int64_t kThreadsMax = 1024;
-constexpr int64_t kSharedBytesMax = 1 << 20;
-
 template <typename T>
 bool Has(const std::vector<T>& list, T value) {
   return std::find(list.begin(), list.end(), value) != list.end();
@@ -231,7 +227,7 @@ class Template : public KernelTemplate {
     body.params = FusedMoeParams(problem.geometry);
     if (manifest_.backend == Backend::kCpu) {
       ASSIGN_OR_RETURN(const int64_t threads,
-                       manifest_.threads.Within(values, 1, kThreadsMax));
+                       manifest_.threads.Within(values, 1, kPackageThreadsMax));
       body.cpu_threads = static_cast<uint32_t>(threads);
     }
     RETURN_IF_ERROR(AddArena(values, &body));
@@ -257,9 +253,9 @@ class Template : public KernelTemplate {
   }
 
   absl::Status AddArena(const ExpressionValues& values, PlanBody* body) const {
-    constexpr auto kMax = static_cast<int64_t>(kArenaBytesMax);
     for (const PackageSlice& slice : manifest_.arena) {
-      const absl::StatusOr<int64_t> bytes = slice.bytes.Within(values, 0, kMax);
+      const absl::StatusOr<int64_t> bytes =
+          slice.bytes.Within(values, 0, kPackageSliceBytesMax);
       if (!bytes.ok()) {
         return Annotate(bytes.status(),
                         absl::StrCat("package ", manifest_.name,
@@ -286,17 +282,18 @@ class Template : public KernelTemplate {
       }
       if (manifest_.backend == Backend::kCpu) continue;
       ASSIGN_OR_RETURN(const int64_t n,
-                       from.block[d].Within(values, 1, kThreadsMax));
+                       from.block[d].Within(values, 1, kPackageThreadsMax));
       step.block[d] = static_cast<uint32_t>(n);
       threads *= n;
     }
-    if (threads > kThreadsMax) {
+    if (threads > kPackageThreadsMax) {
       return absl::InvalidArgumentError(
           absl::StrCat("a block of ", threads, " threads exceeds the limit of ",
-                       kThreadsMax));
+                       kPackageThreadsMax));
     }
-    ASSIGN_OR_RETURN(const int64_t shared,
-                     from.shared_bytes.Within(values, 0, kSharedBytesMax));
+    ASSIGN_OR_RETURN(
+        const int64_t shared,
+        from.shared_bytes.Within(values, 0, kPackageSharedBytesMax));
     step.dynamic_shared_bytes = static_cast<uint32_t>(shared);
     for (const PackageArg& arg : from.args) {
       ASSIGN_OR_RETURN(const Arg made, MakeArg(arg, values));

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -11,7 +10,6 @@
 #include <memory>
 #include <numeric>
 #include <string>
-#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -23,6 +21,7 @@
 #include "device/trellis.h"
 #include "gtest/gtest.h"
 #include "templates/fused_moe/reference.h"
+#include "tests/templates/cpu_plan.h"
 #include "tests/templates/cpu_variant.h"
 #include "tests/templates/test_data.h"
 
@@ -141,18 +140,9 @@ struct Grid {
 void RunStep(const CpuStep& step, const void* args, size_t args_bytes,
              Grid grid) {
   ASSERT_EQ(step.args_bytes, args_bytes);
-  const uint64_t count = grid.x * grid.y * grid.z;
-  std::atomic<uint64_t> next{0};
-  const auto work = [&] {
-    for (uint64_t b = next++; b < count; b = next++) {
-      step.run(args, static_cast<uint32_t>(b % grid.x),
-               static_cast<uint32_t>(b / grid.x % grid.y),
-               static_cast<uint32_t>(b / grid.x / grid.y));
-    }
-  };
-  std::thread other(work);
-  work();
-  other.join();
+  testing::RunBlocks(
+      grid.x, grid.y, grid.z,
+      [&](uint32_t x, uint32_t y, uint32_t z) { step.run(args, x, y, z); });
 }
 
 uint64_t CeilDiv(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
@@ -227,9 +217,7 @@ std::vector<float> RunPlan(const CpuVariant& v, const Problem& problem,
     return arena.Slice(slice);
   };
 
-  // The output with a guard row on both sides.
-  const size_t h = v.hidden;
-  std::vector<float> out((static_cast<size_t>(p.tokens) + 2) * h, NAN);
+  testing::GuardedRows out(static_cast<size_t>(p.tokens), v.hidden);
 
   struct {
     uint32_t tokens;
@@ -245,7 +233,7 @@ std::vector<float> RunPlan(const CpuVariant& v, const Problem& problem,
                             a(gate_out),    a(up_out),      a(down_in)};
   const void* fc2[] = {a(tile_expert), p.w_down, a(down_in), a(down_out)};
   const void* combine[] = {a(tile_expert), a(route_slot), p.topk_weights,
-                           p.down_svh,     a(down_out),   out.data() + h};
+                           p.down_svh,     a(down_out),   out.data()};
 
   const uint64_t m = static_cast<uint64_t>(p.tokens);
   const uint64_t tiles = tiles_of(m);
@@ -259,12 +247,7 @@ std::vector<float> RunPlan(const CpuVariant& v, const Problem& problem,
   RunStep(v.combine, combine, sizeof combine, {m, CeilDiv(v.hidden, 512), 1});
 
   EXPECT_TRUE(arena.GuardsIntact());
-  for (size_t i = 0; i < h; ++i) {
-    EXPECT_TRUE(std::isnan(out[i]));
-    EXPECT_TRUE(std::isnan(out[out.size() - 1 - i]));
-  }
-  return std::vector<float>(out.begin() + static_cast<ptrdiff_t>(h),
-                            out.end() - static_cast<ptrdiff_t>(h));
+  return out.Take();
 }
 
 // ---- the scalar model ------------------------------------------------------

@@ -211,7 +211,19 @@ TEST(PackageManifestTest, RefusesEachMistakeWithItsPlace) {
       {"no codebook", "[\"mcg\"]", "[]", "must have 1.."},
       {"bits out of range", "\"bits\": [4]", "\"bits\": [9]",
        "must be within 1..8"},
-      {"range upside down", "[128, 512]", "[512, 128]", "must be within 512.."},
+      {"range upside down", "[128, 512]", "[512, 128]",
+       "\"hidden\" is [512, 128], must be a range [low, high]"},
+      {"capacities upside down", "[1, 64]", "[64, 1]",
+       "\"capacity\" is [64, 1], must be a range [low, high] of whole numbers, "
+       "1 <= low <= high"},
+      {"range of one", "[1, 64]", "[64]",
+       "\"capacity\" is an array of 1, must be a range [low, high]"},
+      {"number as range", "[1, 64]", "64",
+       "\"capacity\" is 64, must be a range [low, high]"},
+      {"range from 0", "[1, 64]", "[0, 64]",
+       "\"capacity\" is [0, 64], must be a range [low, high]"},
+      {"fraction in a range", "[1, 64]", "[1, 64.5]",
+       "\"capacity\" is [1, 64.5], must be a range [low, high]"},
       {"one word as name", "acme.small", "small", "two or more words"},
       {"capitals in the name", "acme.small", "Acme.small", "two or more words"},
       {"a name of Kiln's", "acme.small", "fused_moe.small", "is Kiln's own"},
@@ -262,6 +274,36 @@ TEST(PackageManifestTest, RefusesEachMistakeWithItsPlace) {
       {"unknown kind of argument", "\"tokens\"", "\"f32:1\"",
        "an argument must be"},
       {"fraction as argument", "\"tokens\"", "1.5", "an argument must be"},
+      {"no threads", "min(processors, 2)", "0",
+       "\"threads\": expression \"0\" is 0, must be within 1..1024"},
+      {"too many threads", "\"min(processors, 2)\"", "1025",
+       "\"threads\": expression \"1025\" is 1025, must be within 1..1024"},
+      {"threads below 0", "min(processors, 2)", "2 - 3",
+       "is -1, must be within 1..1024"},
+      {"division by 0", "capacity >= tile", "1/0 == 1",
+       "\"conditions\": expression \"1/0 \", at byte 2: divides by 0"},
+      {"remainder of 0", "capacity >= tile", "capacity % (4 - 4) == 0",
+       "at byte 10: divides by 0"},
+      {"rounded division by 0", "capacity >= tile",
+       "capacity > 1 + ceil_div(tile, min(0, 1))", "at byte 6: divides by 0"},
+      {"overflow", "capacity >= tile", "capacity < 9223372036854775807 * 2",
+       "at byte 22: overflows 64 bits"},
+      {"a condition that never holds", "capacity >= tile", "2 - 3 > 0",
+       "\"2 - 3 > 0\" never holds"},
+      {"negative arena", "4 * capacity * hidden", "1 - 2",
+       "\"bytes\": expression \"1 - 2\" is -1, must be within 0.."},
+      {"negative grid", "\"hidden / 128\"", "-1", "found \"-\""},
+      {"grid below 0", "hidden / 128", "1 - 2",
+       "\"grid\": expression \"1 - 2\" needs -1 in a launch rule"},
+      {"grid of 0", "\"hidden / 128\"", "0",
+       "\"grid\": expression \"0\" is 0 for all m, must be at least 1"},
+      {"grid of 0 times m", "hidden / 128", "0 * m", "is 0 for all m"},
+      {"grid of m less something", "hidden / 128", "m - 1",
+       "needs -1 in a launch rule"},
+      {"argument below 0", "u32:2 * tile", "u32:1 - 2",
+       "argument: expression \"1 - 2\" is -1, must be within 0..4294967295"},
+      {"argument beyond 32 bits", "u32:2 * tile", "u32:4294967296",
+       "must be within 0..4294967295"},
       {"source with own compiler", "\"version\": 3",
        "\"version\": 3, \"compiler\": \"own\"",
        "unknown key \"source\" in program"},
@@ -273,6 +315,33 @@ TEST(PackageManifestTest, RefusesEachMistakeWithItsPlace) {
     folder.Change(one.from, one.to);
     EXPECT_THAT(ParsePackageManifest(ReadTestFile(folder.File("package.json")),
                                      "p.json"),
+                StatusIs(kInvalid,
+                         AllOf(StartsWith("p.json:"), HasSubstr(one.message))));
+  }
+}
+
+TEST(PackageManifestTest, RefusesABlockThatNoPointMakesLegal) {
+  const struct {
+    const char* step;
+    const char* message;
+  } cases[] = {
+      {"\"block\": [0]",
+       "\"block\": expression \"0\" is 0, must be within 1..1024"},
+      {"\"block\": [\"2048 / 1\"]", "is 2048, must be within 1..1024"},
+      {"\"block\": [64, \"tile\", 32]",
+       "\"block\": 2048 threads exceed the limit of 1024"},
+      {"\"block\": [64], \"shared_bytes\": \"0 - 4\"",
+       "\"shared_bytes\": expression \"0 - 4\" is -4, must be within 0.."},
+  };
+
+  for (const auto& one : cases) {
+    SCOPED_TRACE(one.step);
+    PackageFolder folder;
+    folder.Change("\"backend\": \"cpu\"", "\"backend\": \"cuda\"");
+    folder.Change("\"threads\": \"min(processors, 2)\",", "");
+    folder.Change("\"label\": \"all\"",
+                  absl::StrCat("\"label\": \"all\", ", one.step));
+    EXPECT_THAT(Parse(ReadTestFile(folder.File("package.json"))),
                 StatusIs(kInvalid,
                          AllOf(StartsWith("p.json:"), HasSubstr(one.message))));
   }

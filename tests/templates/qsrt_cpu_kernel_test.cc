@@ -2,7 +2,6 @@
 // source, against the reference, the vector files and a part of a container.
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -11,7 +10,6 @@
 #include <numeric>
 #include <set>
 #include <string>
-#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -32,6 +30,7 @@
 #include "tests/support/btx_writer.h"
 #include "tests/support/native_layer.h"
 #include "tests/support/status_matchers.h"
+#include "tests/templates/cpu_plan.h"
 #include "tests/templates/qsrt_cpu_variant.h"
 #include "tests/templates/test_data.h"
 
@@ -39,7 +38,6 @@ namespace kiln {
 namespace {
 
 using nlohmann::json;
-using testing::QsrtCpuStep;
 using testing::QsrtCpuVariant;
 using testing::QsrtCpuVariants;
 using testing::VectorsFolder;
@@ -126,55 +124,9 @@ std::vector<float> RunPlan(const QsrtCpuVariant& v, const Call& call,
     ADD_FAILURE() << body.status();
     return {};
   }
-  const auto h = static_cast<size_t>(problem.geometry.hidden);
-  const uint32_t m = call.tokens;
-  std::vector<uint8_t> arena(body->arena.bytes + 256, poison);
-  uint8_t* base = arena.data();
-  base += 256 - reinterpret_cast<uintptr_t>(base) % 256;
-  // The output with a guard row on both sides.
-  std::vector<float> out((m + 2) * h, NAN);
-  for (const Step& step : body->steps) {
-    const QsrtCpuStep& entry = v.steps.at(step.entry);
-    const std::vector<uint32_t> offsets = ArgOffsets(step.args);
-    std::vector<uint8_t> args(offsets.back() + 8);
-    EXPECT_EQ(args.size(), entry.args_bytes) << step.entry;
-    for (size_t i = 0; i < step.args.size(); ++i) {
-      const Arg& arg = step.args[i];
-      if (arg.kind == ArgKind::kTokens) {
-        std::memcpy(args.data() + offsets[i], &m, sizeof m);
-        continue;
-      }
-      const void* at = nullptr;
-      if (arg.kind == ArgKind::kArena) {
-        at = base + body->arena.slices[arg.value].offset;
-      } else if (arg.value == Slot(QsrtParam::kOut)) {
-        at = out.data() + h;
-      } else {
-        at = call.buffers[arg.value].data();
-      }
-      std::memcpy(args.data() + offsets[i], &at, sizeof at);
-    }
-    const uint64_t x = step.grid[0].Evaluate(m);
-    const uint64_t y = step.grid[1].Evaluate(m);
-    const uint64_t count = x * y * step.grid[2].Evaluate(m);
-    std::atomic<uint64_t> next{0};
-    const auto work = [&] {
-      for (uint64_t b = next++; b < count; b = next++) {
-        entry.run(args.data(), static_cast<uint32_t>(b % x),
-                  static_cast<uint32_t>(b / x % y),
-                  static_cast<uint32_t>(b / x / y));
-      }
-    };
-    std::thread other(work);
-    work();
-    other.join();
-  }
-  for (size_t i = 0; i < h; ++i) {
-    EXPECT_TRUE(std::isnan(out[i]));
-    EXPECT_TRUE(std::isnan(out[out.size() - 1 - i]));
-  }
-  return std::vector<float>(out.begin() + static_cast<ptrdiff_t>(h),
-                            out.end() - static_cast<ptrdiff_t>(h));
+  return testing::RunCpuPlan(*body, v.steps, call.Slots(),
+                             static_cast<size_t>(QsrtParam::kOut), call.tokens,
+                             v.hidden, poison);
 }
 
 // Largest relative error of a row; a row of zeros must be met exactly.

@@ -12,13 +12,16 @@
 #include "templates/fused_moe/op.h"
 #include "templates/registry.h"
 #include "tests/support/status_matchers.h"
+#include "tests/templates/plan_parts.h"
 
 namespace kiln {
 namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::SliceBytes;
 using testing::StatusIs;
+using testing::StepNamed;
 
 Problem ProblemFor(int64_t hidden, int64_t inter, uint32_t capacity,
                    int level = 3, int threads = 4) {
@@ -36,22 +39,6 @@ Problem ProblemFor(int64_t hidden, int64_t inter, uint32_t capacity,
 
 std::vector<Assignment> AllOf(const Problem& problem) {
   return FusedMoeCpuTemplate()->Enumerate(problem, 100000).points;
-}
-
-uint64_t SliceBytes(const PlanBody& body, const std::string& name) {
-  for (const ArenaSlice& slice : body.arena.slices) {
-    if (slice.name == name) return slice.bytes;
-  }
-  ADD_FAILURE() << "no slice " << name;
-  return 0;
-}
-
-const Step& StepNamed(const PlanBody& body, const std::string& label) {
-  for (const Step& step : body.steps) {
-    if (step.label == label) return step;
-  }
-  ADD_FAILURE() << "no step " << label;
-  return body.steps.front();
 }
 
 TEST(FusedMoeCpuTemplateTest, IsRegistered) {

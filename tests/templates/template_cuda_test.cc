@@ -1,24 +1,26 @@
 #include "templates/fused_moe/template_cuda.h"
 
-#include <algorithm>
 #include <map>
 #include <set>
 #include <string>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "templates/fused_moe/op.h"
 #include "templates/registry.h"
 #include "tests/support/status_matchers.h"
+#include "tests/templates/plan_parts.h"
 
 namespace kiln {
 namespace {
 
 using ::testing::ElementsAre;
+using testing::ExpectProgramsOfSteps;
+using testing::FindStep;
 using ::testing::HasSubstr;
+using testing::SliceBytes;
 using testing::StatusIs;
 
 Problem ProblemFor(int64_t hidden, int64_t inter, uint32_t capacity,
@@ -38,21 +40,6 @@ Problem ProblemFor(int64_t hidden, int64_t inter, uint32_t capacity,
 
 std::vector<Assignment> AllOf(const Problem& problem) {
   return FusedMoeCudaTemplate()->Enumerate(problem, 100000).points;
-}
-
-uint64_t SliceBytes(const PlanBody& body, const std::string& name) {
-  for (const ArenaSlice& slice : body.arena.slices) {
-    if (slice.name == name) return slice.bytes;
-  }
-  ADD_FAILURE() << "no slice " << name;
-  return 0;
-}
-
-const Step* FindStep(const PlanBody& body, const std::string& label) {
-  for (const Step& step : body.steps) {
-    if (step.label == label) return &step;
-  }
-  return nullptr;
 }
 
 std::vector<std::string> Labels(const PlanBody& body) {
@@ -235,22 +222,7 @@ TEST(FusedMoeCudaTemplateTest, StepsNameEntriesOfTheirProgram) {
     const Assignment point = AllOf(problem).front();
     ASSERT_OK_AND_ASSIGN(const Candidate candidate,
                          FusedMoeCudaTemplate()->Instantiate(problem, point));
-    std::vector<std::set<std::string>> used(candidate.units.size());
-    for (const Step& step : candidate.body.steps) {
-      ASSERT_LT(step.program, candidate.units.size());
-      used[step.program].insert(step.entry);
-    }
-    for (size_t i = 0; i < candidate.units.size(); ++i) {
-      const SourceUnit& unit = candidate.units[i];
-      EXPECT_TRUE(std::is_sorted(unit.entries.begin(), unit.entries.end()));
-      EXPECT_EQ(used[i],
-                std::set<std::string>(unit.entries.begin(), unit.entries.end()))
-          << "a program exports what no step launches, or the reverse";
-      EXPECT_FALSE(unit.headers.empty());
-      for (const auto& [name, text] : unit.headers) {
-        EXPECT_FALSE(absl::StrContains(name, "cpu_")) << name;
-      }
-    }
+    ExpectProgramsOfSteps(candidate);
   }
 }
 

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <map>
 #include <set>
 #include <string>
@@ -12,13 +11,17 @@
 #include "templates/linear/template_cuda.h"
 #include "templates/registry.h"
 #include "tests/support/status_matchers.h"
+#include "tests/templates/plan_parts.h"
 
 namespace kiln {
 namespace {
 
 using ::testing::ElementsAre;
+using testing::ExpectProgramsOfSteps;
 using ::testing::HasSubstr;
+using testing::SliceBytes;
 using testing::StatusIs;
+using testing::StepNamed;
 
 Problem ProblemFor(int64_t in, int64_t out, uint32_t capacity,
                    bool bias = false) {
@@ -34,22 +37,6 @@ Problem ProblemFor(int64_t in, int64_t out, uint32_t capacity,
 
 std::vector<Assignment> PointsOf(const Problem& problem) {
   return LinearCudaTemplate()->Enumerate(problem, 100000).points;
-}
-
-const Step* FindStep(const PlanBody& body, const std::string& label) {
-  for (const Step& step : body.steps) {
-    if (step.label == label) return &step;
-  }
-  ADD_FAILURE() << "no step " << label;
-  return nullptr;
-}
-
-uint64_t SliceBytes(const PlanBody& body, const std::string& name) {
-  for (const ArenaSlice& slice : body.arena.slices) {
-    if (slice.name == name) return slice.bytes;
-  }
-  ADD_FAILURE() << "no slice " << name;
-  return 0;
 }
 
 TEST(LinearCudaTemplateTest, ServesLinearOnSm80AndLater) {
@@ -87,7 +74,7 @@ TEST(LinearCudaTemplateTest, StepsCoverEveryRowAndChannel) {
       const auto channels = static_cast<uint64_t>(point.at("channels_tile"));
       for (const uint32_t m : {1u, 2u, 3u, 16u, 17u, 69u, 70u}) {
         const auto grid = [&](const char* label, size_t dim) {
-          return FindStep(body, label)->grid[dim].Evaluate(m);
+          return StepNamed(body, label).grid[dim].Evaluate(m);
         };
         const uint64_t tiles = (m + tile - 1) / tile;
         // No block looks further than one tile behind the last, which lies in
@@ -125,7 +112,7 @@ TEST(LinearCudaTemplateTest, ABiasIsOneMoreArgumentOfTheLastStep) {
     ASSERT_OK_AND_ASSIGN(
         const Candidate candidate,
         LinearCudaTemplate()->Instantiate(problem, PointsOf(problem).front()));
-    const std::vector<Arg>& args = FindStep(candidate.body, "finish")->args;
+    const std::vector<Arg>& args = StepNamed(candidate.body, "finish").args;
     ASSERT_EQ(args.size(), bias ? 6u : 5u);
     EXPECT_EQ(args[1], Arg::Param(3)) << "svh";
     if (bias) {
@@ -173,12 +160,12 @@ TEST(LinearCudaTemplateTest, LegalPointsKeepTheRulesOfTheProductKernel) {
       ASSERT_LE(channels / 16 / warps * tile / 8 * 4, 128);
       ASSERT_OK_AND_ASSIGN(const PlanBody body,
                            LinearCudaTemplate()->MakeBody(problem, point));
-      const Step* step = FindStep(body, "product");
-      ASSERT_EQ(step->dynamic_shared_bytes,
+      const Step& step = StepNamed(body, "product");
+      ASSERT_EQ(step.dynamic_shared_bytes,
                 point.at("stages") *
                     (k_tile * channels * 5 / 8 + tile * (k_tile + 8) * 2));
-      ASSERT_LE(step->dynamic_shared_bytes, problem.device.shared_bytes_max);
-      ASSERT_EQ(step->block[0], static_cast<uint32_t>(32 * warps));
+      ASSERT_LE(step.dynamic_shared_bytes, problem.device.shared_bytes_max);
+      ASSERT_EQ(step.block[0], static_cast<uint32_t>(32 * warps));
     }
   }
 }
@@ -188,20 +175,7 @@ TEST(LinearCudaTemplateTest, StepsNameEntriesOfTheirProgram) {
   ASSERT_OK_AND_ASSIGN(
       const Candidate candidate,
       LinearCudaTemplate()->Instantiate(problem, PointsOf(problem).front()));
-  std::vector<std::set<std::string>> used(candidate.units.size());
-  for (const Step& step : candidate.body.steps) {
-    ASSERT_LT(step.program, candidate.units.size());
-    used[step.program].insert(step.entry);
-  }
-  for (size_t i = 0; i < candidate.units.size(); ++i) {
-    const SourceUnit& unit = candidate.units[i];
-    EXPECT_TRUE(std::is_sorted(unit.entries.begin(), unit.entries.end()));
-    EXPECT_EQ(used[i],
-              std::set<std::string>(unit.entries.begin(), unit.entries.end()));
-    for (const auto& [name, text] : unit.headers) {
-      EXPECT_FALSE(absl::StrContains(name, "cpu_")) << name;
-    }
-  }
+  ExpectProgramsOfSteps(candidate);
 }
 
 TEST(LinearCudaTemplateTest, CandidatesShareTheProgramAroundTheProduct) {

@@ -1,6 +1,5 @@
 #include "templates/fused_moe/template_mx_cuda.h"
 
-#include <algorithm>
 #include <map>
 #include <set>
 #include <string>
@@ -14,13 +13,16 @@
 #include "templates/fused_moe/op_mx.h"
 #include "templates/registry.h"
 #include "tests/support/status_matchers.h"
+#include "tests/templates/plan_parts.h"
 
 namespace kiln {
 namespace {
 
 using ::testing::ElementsAre;
+using testing::ExpectProgramsOfSteps;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using testing::SliceBytes;
 using testing::StatusIs;
 
 Problem ProblemFor(uint32_t m_min, uint32_t m_max, int level = 90) {
@@ -49,14 +51,6 @@ PlanBody BodyOf(const Problem& problem, const Assignment& point) {
       FusedMoeMxCudaTemplate()->MakeBody(problem, point);
   EXPECT_OK(body.status());
   return body.ok() ? *std::move(body) : PlanBody();
-}
-
-uint64_t SliceBytes(const PlanBody& body, const std::string& name) {
-  for (const ArenaSlice& slice : body.arena.slices) {
-    if (slice.name == name) return slice.bytes;
-  }
-  ADD_FAILURE() << "no slice " << name;
-  return 0;
 }
 
 TEST(FusedMoeMxCudaTemplateTest, IsTheOneForItsFormat) {
@@ -242,26 +236,14 @@ TEST(FusedMoeMxCudaTemplateTest, StepsNameEntriesOfTheirProgram) {
   ASSERT_OK_AND_ASSIGN(const Candidate candidate,
                        FusedMoeMxCudaTemplate()->Instantiate(
                            problem, SpaceOf(problem).points.front()));
-  std::vector<std::set<std::string>> used(candidate.units.size());
-  for (const Step& step : candidate.body.steps) {
-    ASSERT_LT(step.program, candidate.units.size());
-    used[step.program].insert(step.entry);
-  }
-  for (size_t i = 0; i < candidate.units.size(); ++i) {
-    const SourceUnit& unit = candidate.units[i];
-    EXPECT_TRUE(std::is_sorted(unit.entries.begin(), unit.entries.end()));
-    EXPECT_EQ(used[i],
-              std::set<std::string>(unit.entries.begin(), unit.entries.end()))
-        << "a program exports what no step launches, or the reverse";
+  ExpectProgramsOfSteps(candidate);
+  for (const SourceUnit& unit : candidate.units) {
     EXPECT_THAT(unit.text, HasSubstr("#define KILN_ACTIVATION_BITS 8\n"));
     EXPECT_THAT(unit.text, HasSubstr("#define KILN_BITS 3\n"));
     // 10 as a binary32.
     EXPECT_THAT(unit.text, HasSubstr("#define KILN_LIMIT_BITS 1092616192\n"));
     std::set<std::string> names;
-    for (const auto& [name, text] : unit.headers) {
-      EXPECT_FALSE(absl::StrContains(name, "cpu_")) << name;
-      names.insert(name);
-    }
+    for (const auto& [name, text] : unit.headers) names.insert(name);
     for (const char* header :
          {"formats/npk_law.h", "fused_moe/mx_block.h",
           "fused_moe/mx_boundary.h", "fused_moe/mx_fragment.h",

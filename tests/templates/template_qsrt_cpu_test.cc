@@ -4,13 +4,13 @@
 #include <string>
 #include <vector>
 
-#include "compiler/base/check.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/op_qsrt.h"
 #include "templates/registry.h"
 #include "tests/support/status_matchers.h"
+#include "tests/templates/plan_parts.h"
 
 namespace kiln {
 namespace {
@@ -19,6 +19,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::StatusIs;
+using testing::StepNamed;
 
 Problem ProblemFor(uint32_t m_min, uint32_t m_max) {
   Problem problem;
@@ -47,14 +48,6 @@ std::string TextOf(const Problem& problem) {
                   SpaceOf(problem).points.front())
       .front()
       .text;
-}
-
-const Step& StepNamed(const PlanBody& body, absl::string_view label) {
-  const auto found =
-      std::find_if(body.steps.begin(), body.steps.end(),
-                   [&](const Step& step) { return step.label == label; });
-  KILN_CHECK(found != body.steps.end());
-  return *found;
 }
 
 // Whether a step has a slice of the arena among its arguments.

@@ -6,11 +6,13 @@
 
 import json
 import os
+import subprocess
 import unittest
 
-from small_checkpoint import (DENSE, HAS_COMPILER, CliTest, write_btx,
-                              write_checkpoint, write_dense_checkpoint,
-                              write_qsrt, write_real_checkpoint,
+from small_checkpoint import (DENSE, EXPERTS, HAS_COMPILER, HIDDEN, KILN,
+                              CliTest, write_btx, write_checkpoint,
+                              write_dense_checkpoint, write_qsrt,
+                              write_qsrt_layer, write_real_checkpoint,
                               write_real_dense_checkpoint)
 
 
@@ -102,6 +104,16 @@ class CheckpointCliTest(CliTest):
         self.assertEqual(answer["geometry"],
                          "npk1 H512 I128 E1 K2 coupled limit 10")
         self.assertEqual(os.path.getsize(answer["file"]), answer["bytes"])
+        for layer, tp, says in (
+                (3, "0/2", "has no sidecar of layer 3; layers that it has: 0"),
+                (0, "0/1", "has no sidecar of rank 0/1 of layer 0; of this "
+                           "layer --tp may be: 0/2, 1/2"),
+                (0, "2/2", "--tp may be: 0/2, 1/2")):
+            done = self.kiln("prepare", self.at("npk"), "-o", self.at("out3"),
+                             "--layer", str(layer), "--tp", tp, code=2)
+            self.assertEqual(done.stderr.count(self.at("npk")), 1, done.stderr)
+            self.assertIn(says, done.stderr)
+            self.assertFalse(os.path.exists(self.at("out3")))
         # One changed byte is refused by name, and nothing is written.
         name = self.at("npk", "npk1-layer-00000-rank-1-of-2.safetensors")
         with open(name, "r+b") as handle:
@@ -113,8 +125,12 @@ class CheckpointCliTest(CliTest):
                          "--layer", "0", "--tp", "1/2", code=2)
         self.assertIn("rule V11", done.stderr)
         self.assertFalse(os.path.exists(self.at("out2")))
+        done = self.kiln("encode", self.at("real"), "-o", self.at("other"),
+                         "--format", "npk1", "--tp", "4", code=2)
+        self.assertIn("for each of 4 ranks; possible with --tp: 1, 2\n",
+                      done.stderr)
         for options in (["--bits", "6"], ["--bits", "4,4,4"],
-                        ["--boundary", "none"], ["--tp", "4"]):
+                        ["--boundary", "none"]):
             self.kiln("encode", self.at("real"), "-o", self.at("other"),
                       "--format", "npk1", *options, code=2)
 
@@ -143,6 +159,54 @@ class CheckpointCliTest(CliTest):
                                  value, code=2)
                 self.assertIn(f"{option} is an option of --format", done.stderr)
                 self.assertFalse(os.path.exists(self.at("encoded")))
+
+    def test_layers_of_pairs_say_which_ranks_are_possible(self):
+        atom = (b"\x11" * 36 * HIDDEN + b"\x00\x38" * 96) * EXPERTS
+        os.mkdir(self.at("qsrt"))
+        write_qsrt_layer(self.at("qsrt"), 7, b"\x01\x10\x00\x11"[:EXPERTS],
+                         b"\x00\x38" * 3 * HIDDEN, [atom] * 24)
+        for ranks in (1, 2, 4, 6):
+            done = self.kiln("prepare", self.at("qsrt"), "-o", self.at("out"),
+                             "--layer", "7", "--tp", f"0/{ranks}", code=2)
+            self.assertIn(f"768 cannot be split over {ranks} ranks",
+                          done.stderr)
+            self.assertIn("; possible with --tp: 3\n", done.stderr)
+        self.kiln("prepare", self.at("qsrt"), "-o", self.at("out"), "--layer",
+                  "7", "--tp", "2/3")
+        done = self.kiln("describe", self.at("qsrt"), code=4)
+        self.assertIn("kiln prepare --tp K/3 writes part K", done.stderr)
+        os.mkdir(self.at("btx"))
+        write_btx(self.at("btx"), "sqg_e4m3", ["P33"])
+        for verb in (["describe", "--tp", "2"],
+                     ["prepare", "-o", self.at("out"), "--layer", "0", "--tp",
+                      "0/2"]):
+            done = self.kiln(verb[0], self.at("btx"), *verb[1:], code=2)
+            self.assertIn("; possible with --tp: 1\n", done.stderr)
+            self.assertEqual(done.stderr.count(self.at("btx")), 1, done.stderr)
+
+    def test_a_path_that_is_not_there_is_named_once(self):
+        absent = self.at("absent")
+        for verb in (["describe", absent],
+                     ["prepare", absent, "-o", self.at("out"), "--layer", "0"],
+                     ["encode", absent, "-o", self.at("out")],
+                     ["encode", absent, "-o", self.at("out"), "--format",
+                      "npk1"],
+                     ["plan", absent, "--target", "cpu"],
+                     ["prewarm", absent, "--target", "cpu"],
+                     ["freeze", absent, "--target", "cpu", "-o",
+                      self.at("out")],
+                     ["verify", absent], ["inspect", absent],
+                     ["diff", absent, absent], ["bench", absent],
+                     ["run", absent, "--entry", "moe", "--tokens", "1"],
+                     ["sign", absent, "--key", absent],
+                     ["package", "check", absent], ["package", "pin", absent],
+                     ["cache", "import", absent], ["cache", "merge", absent]):
+            with self.subTest(verb):
+                done = subprocess.run(
+                    [KILN, "--cache", self.at("cache"), *verb],
+                    capture_output=True, text=True, check=False, timeout=60)
+                self.assertEqual(done.returncode, 2, done.stderr)
+                self.assertEqual(done.stderr.count(absent), 1, done.stderr)
 
     def test_refusals_have_their_exit_codes(self):
         done = self.kiln("describe", self.checkpoint, "--tp", "3", code=2)

@@ -272,6 +272,41 @@ class CpuTest(PackageTest):
         if not has_cc_cpu():
             raise unittest.SkipTest("this build has no kiln-cc-cpu")
 
+    def test_a_package_without_use_says_why(self):
+        verbs = (["plan", MODEL, *CPU],
+                 ["prewarm", MODEL, *CPU, "--stop-after", "resolve"])
+        for old, new, why in (
+                ('"bf16", "f16"', '"f16"', "does not serve io_dtype bf16 (moe m 1..1 "
+                 "on cpu-x86-64-v"),
+                ('"capacity": [1, 64]', '"capacity": [2, 3]',
+                 "serves capacities 2..3, not 1 (moe m 1..1 on "),
+                ("hidden % channels == 0", "hidden == 1024",
+                 "wants hidden == 1024 (moe m 1..1 on "),
+                ('"grid": ["top_k * m"]', '"grid": ["top_k * m - 8"]',
+                 "step rotate: ")):
+            folder = self.copy()
+            self.change(folder, old, new)
+            for verb in verbs:
+                with self.subTest(why, verb=verb[0]):
+                    done = self.expect(
+                        kiln(*verb, "--package", folder, "--package",
+                             CUDA_EXAMPLE, cache="idle"), DONE)
+                    lines = [line for line in done.stderr.splitlines()
+                             if line.startswith("package ")]
+                    self.assertEqual(len(lines), 2, done.stderr)
+                    self.assertIn("package example.scalar offers no candidate "
+                                  "to any request: " , lines[0])
+                    self.assertIn(why, lines[0])
+                    self.assertIn("example.threads", lines[1])
+                    self.assertIn("does not serve target cpu-", lines[1])
+        # One that serves an interval has a use.
+        folder = self.copy()
+        self.change(folder, '"capacity": [1, 64]', '"capacity": [2, 64]')
+        for verb in verbs:
+            done = self.expect(kiln(*verb, "--package", folder, cache="idle"),
+                               DONE)
+            self.assertNotIn("package", done.stderr)
+
     def test_the_example_competes_and_keys_keep_its_plans_apart(self):
         options = [MODEL, *CPU, "--package", CPU_EXAMPLE]
         plan = json.loads(self.expect(

@@ -43,6 +43,7 @@ using testing::CcCpuPath;
 using testing::CompileUnits;
 using ::testing::Contains;
 using testing::Deed;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::ReadTestFile;
@@ -316,8 +317,10 @@ TEST_F(PrewarmWorkerTest, ABusyDeviceIsWaitedForOrRefused) {
 
 // ---- killed ----------------------------------------------------------------
 
-// kiln prewarm of small.json in `scratch`; results go to the file `out`.
-pid_t StartKiln(const ScratchFolder& scratch, const std::string& out) {
+// kiln prewarm of small.json in `scratch`; results go to the file `out`, what
+// it says to the file `said`.
+pid_t StartKiln(const ScratchFolder& scratch, const std::string& out,
+                const std::string& said = "/dev/null") {
   std::vector<std::string> words = {KilnPath(),
                                     "--cache",
                                     scratch.File("cache"),
@@ -339,7 +342,8 @@ pid_t StartKiln(const ScratchFolder& scratch, const std::string& out) {
   EXPECT_EQ(posix_spawn_file_actions_init(&files), 0);
   posix_spawn_file_actions_addopen(&files, 1, out.c_str(),
                                    O_WRONLY | O_CREAT | O_TRUNC, 0644);
-  posix_spawn_file_actions_addopen(&files, 2, "/dev/null", O_WRONLY, 0);
+  posix_spawn_file_actions_addopen(&files, 2, said.c_str(),
+                                   O_WRONLY | O_CREAT | O_TRUNC, 0644);
   // Whoever runs the tests may ignore signals that these tests send.
   posix_spawnattr_t attributes;
   EXPECT_EQ(posix_spawnattr_init(&attributes), 0);
@@ -410,7 +414,8 @@ TEST_F(PrewarmWorkerTest, AWorkerDiesWithItsParent) {
   std::ofstream(scratch_.File("small.json")) << kManifest;
   for (const int signal : {SIGKILL, SIGINT, SIGTERM}) {
     SCOPED_TRACE(signal);
-    const pid_t run = StartKiln(scratch_, "/dev/null");
+    const std::string said = scratch_.File("said");
+    const pid_t run = StartKiln(scratch_, "/dev/null", said);
     ASSERT_GT(run, 0);
     std::vector<pid_t> workers;
     const auto begin = std::chrono::steady_clock::now();
@@ -424,7 +429,18 @@ TEST_F(PrewarmWorkerTest, AWorkerDiesWithItsParent) {
     kill(run, signal);
     int state = 0;
     ASSERT_EQ(waitpid(run, &state, 0), run);
-    EXPECT_TRUE(WIFSIGNALED(state)) << "it ended before it was killed";
+    // A shell makes 128 and the number of it.
+    ASSERT_TRUE(WIFSIGNALED(state)) << "it ended before it was killed";
+    EXPECT_EQ(WTERMSIG(state), signal);
+    if (signal != SIGKILL) {
+      EXPECT_THAT(
+          ReadTestFile(said),
+          EndsWith(absl::StrCat("kiln: interrupted; programs and winners that "
+                                "were finished are kept in ",
+                                scratch_.File("cache"),
+                                "; run the same command again to go on from "
+                                "there\n")));
+    }
     for (const pid_t worker : workers) {
       const auto killed = std::chrono::steady_clock::now();
       // Orphans are reaped by whoever adopts them.

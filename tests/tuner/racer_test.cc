@@ -18,6 +18,7 @@
 namespace kiln {
 namespace {
 
+using ::testing::AllOf;
 using testing::CompileUnits;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -26,6 +27,7 @@ using testing::SmallAssignment;
 using testing::SmallBody;
 using testing::SmallGeometry;
 using testing::SmallUnit;
+using testing::StatusIs;
 using testing::WhyNoCcCpu;
 
 constexpr Interval kInterval = {1, 8};
@@ -49,6 +51,27 @@ RequestGeometry LinearGeometry() {
   geometry.linear = {
       .in_features = 256, .out_features = 128, .bits = 4, .bias = true};
   return geometry;
+}
+
+TEST(OpBenchTest, RefusesWeightsThatDoNotFitWithTheirBytes) {
+  ASSERT_OK_AND_ASSIGN(const Target target, HostCpuTarget());
+  ASSERT_OK_AND_ASSIGN(const auto device, OpenCpuDevice(target));
+  RequestGeometry geometry = SmallGeometry();
+  geometry.hidden = 32768;
+  geometry.intermediate = 65536;
+  geometry.experts = 1024;
+  // Matrices of 4, 4 and 3 bits a weight, on the host and on the device.
+  const uint64_t matrices = uint64_t{32768} * 65536 * 1024 * 11 / 8 * 2;
+  uint64_t bytes = 0;
+  for (const BufferFill& fill : ContractOf(geometry).Buffers(geometry)) {
+    if (fill.kind != BufferFill::Kind::kNone) bytes += 2 * fill.bytes;
+  }
+  EXPECT_GT(bytes, matrices);
+  EXPECT_THAT(OpBench::Create(device.get(), geometry, 1),
+              StatusIs(absl::StatusCode::kResourceExhausted,
+                       AllOf(HasSubstr(geometry.ToString()),
+                             HasSubstr(absl::StrCat("needs ", bytes, " bytes")),
+                             HasSubstr("are available; free some"))));
 }
 
 // Launches that alternate between draws must not find each other's weights in

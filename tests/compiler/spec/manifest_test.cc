@@ -558,8 +558,8 @@ TEST(ParseTrellisMxTest, ADefaultLimitInsideAnIntervalIsRefusedThere) {
 
 std::vector<BadInput> BadMxInputs() {
   const std::string decimal =
-      ", must be \"inf\" or a positive decimal without exponent or needless "
-      "zeros";
+      ", must be \"inf\" or a decimal of at least 0.015625, without exponent "
+      "or needless zeros";
   return {
       {"CodebookOfExl3", "\"bits\": 4", "\"codebook\": \"mcg\", \"bits\": 4",
        "m.json:16:6: unknown key \"codebook\" in \"weights\"; known: format, "
@@ -582,6 +582,8 @@ std::vector<BadInput> BadMxInputs() {
        "m.json:16:26: \"limit\" must be a string, found 10"},
       {"ZeroLimit", "\"10\"", "\"0\"",
        "m.json:16:26: \"limit\" is \"0\"" + decimal},
+      {"LimitThatClampsAllAway", "\"10\"", "\"0.000000001\"",
+       "m.json:16:26: \"limit\" is \"0.000000001\"" + decimal},
       {"LimitWithNeedlessZeros", "\"10\"", "\"10.0\"",
        "m.json:16:26: \"limit\" is \"10.0\"" + decimal},
       {"HiddenBesideTheBlock", "\"hidden\": 1024", "\"hidden\": 640",

@@ -67,11 +67,13 @@ TEST(RequestGeometryTest, PrintsQsrt) {
 }
 
 TEST(IsClampLimitTest, TakesPositiveDecimalsAndInf) {
-  for (const char* good : {"inf", "10", "7.5", "0.25", "999999999"}) {
+  for (const char* good :
+       {"inf", "10", "7.5", "0.25", "0.015625", "999999999"}) {
     EXPECT_TRUE(IsClampLimit(good)) << good;
   }
-  for (const char* bad : {"", "0", "0.0", "01", "1.50", "-1", "+1", "1e1", ".5",
-                          "1.", "nan", "INF", "1234567890", "1 "}) {
+  for (const char* bad :
+       {"", "0", "0.0", "01", "1.50", "-1", "+1", "1e1", ".5", "1.", "nan",
+        "INF", "1234567890", "1 ", "0.015624999", "0.000000001"}) {
     EXPECT_FALSE(IsClampLimit(bad)) << bad;
   }
 }

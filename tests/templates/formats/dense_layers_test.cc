@@ -203,7 +203,7 @@ TEST(DenseLayersTest, RefusesRanksThatCutABlockAndNamesTheTensor) {
                HasSubstr("tensor \"model.layers.0.self_attn.k_proj.trellis\": "
                          "output size 256 cannot be split over 4 ranks: each "
                          "needs the same multiple of 128 channels (the "
-                         "Hadamard block); possible: 1, 2")));
+                         "Hadamard block); possible with --tp: 1, 2")));
   TestTensors tensors = Llama();
   EXPECT_THAT(Describe(tensors, 3),
               StatusIs(StatusCode::kInvalidArgument,

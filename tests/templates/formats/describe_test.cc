@@ -373,10 +373,10 @@ TEST(DescribeTest, RefusesRanksThatCutAHadamardBlock) {
   EXPECT_THAT(Describe(Config("qwen3_moe", 2), QwenTensors(), 4),
               StatusIs(StatusCode::kInvalidArgument,
                        AllOf(HasSubstr("256 cannot be split over 4 ranks"),
-                             HasSubstr("possible: 1, 2"))));
+                             HasSubstr("possible with --tp: 1, 2"))));
   EXPECT_THAT(ChannelsPerRank("size", 768, 4),
               StatusIs(StatusCode::kInvalidArgument,
-                       HasSubstr("possible: 1, 2, 3, 6")));
+                       HasSubstr("possible with --tp: 1, 2, 3, 6")));
   EXPECT_THAT(ChannelsPerRank("size", 200, 1),
               StatusIs(StatusCode::kInvalidArgument,
                        HasSubstr("200 is not a multiple of 128")));

@@ -9,7 +9,10 @@
 #include <cstring>
 #include <filesystem>
 #include <random>
+#include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "templates/formats/npk_import.h"
 #include "templates/formats/npk_prepare.h"
 #include "tests/support/checkpoint_writer.h"
 #include "tests/support/npk_writer.h"
@@ -304,6 +307,58 @@ TEST(NpkPrepareTest, DescribesAFolderOfSidecars) {
               StatusIs(StatusCode::kInvalidArgument,
                        HasSubstr("holds what would be named npk1-layer-00007-"
                                  "rank-1-of-2.safetensors")));
+}
+
+TEST(NpkPlacesTest, WhatIsMissingIsRefusedWithWhatIsThere) {
+  for (const bool p8 : {false, true}) {
+    SCOPED_TRACE(p8);
+    const TestFolder folder;
+    const auto check = [&](int64_t layer, int64_t rank, int64_t ranks) {
+      PrepareOptions options;
+      options.layer = layer;
+      options.rank = rank;
+      options.ranks = ranks;
+      return CheckNpkPlace(folder.path(), NpkPlacesIn(folder.path(), p8),
+                           options);
+    };
+    const auto says = [&](const std::string& what) {
+      return StatusIs(
+          StatusCode::kInvalidArgument,
+          absl::StrCat(folder.path(), ": has no sidecar of ", what));
+    };
+    EXPECT_THAT(check(3, 0, 4), says("layer 3; layers that it has: none"));
+    for (const auto& [layer, rank] :
+         {std::pair{3, 0}, {3, 1}, {12, 3}, {100, 2}}) {
+      folder.Write(p8 ? P8FileName(layer, rank) : NpkFileName(layer, rank, 4),
+                   "");
+    }
+    // No names of places, and one of the other kind.
+    folder.Write("npk1-layer-3-rank-0-of-4.safetensors", "");
+    folder.Write("p8-layer-5-tp4-rank-0.safetensors", "");
+    folder.Write(p8 ? NpkFileName(9, 0, 4) : P8FileName(9, 0), "");
+    EXPECT_OK(check(12, 3, 4));
+    EXPECT_THAT(check(5, 0, 4),
+                says("layer 5; layers that it has: 3, 12, 100"));
+    EXPECT_THAT(
+        check(3, 0, 1),
+        says("rank 0/1 of layer 3; of this layer --tp may be: 0/4, 1/4"));
+    EXPECT_THAT(check(3, 2, 4), says("rank 2/4 of layer 3; of this layer --tp "
+                                     "may be: 0/4, 1/4"));
+  }
+}
+
+TEST(NpkSidecarTest, AFileThatIsNotThereIsNamedOnce) {
+  const TestFolder folder;
+  EXPECT_THAT(NpkSidecar::Open(folder.At("none"), {}),
+              StatusIs(StatusCode::kNotFound,
+                       absl::StrCat("cannot open ", folder.At("none"),
+                                    ": No such file or directory")));
+  folder.Write("empty", "");
+  EXPECT_THAT(NpkSidecar::Open(folder.At("empty"), {}),
+              StatusIs(StatusCode::kInvalidArgument,
+                       absl::StrCat(folder.At("empty"),
+                                    ": rule V3: must be a regular file that is "
+                                    "not empty")));
 }
 
 }  // namespace

@@ -512,8 +512,8 @@ TEST(NpkRulesTest, V15RefusesNumbersThatAreNotCanonical) {
         "\"experts\":\"3\"", absl::StrCat("\"experts\":\"", number, "\""), 15,
         absl::StrCat("\"experts\" is \"", number, "\""), "decimal number");
   }
-  for (const char* limit :
-       {"", "0", "-1", "10.0", "1e1", "010", ".5", "1.", "nan", "infinity"}) {
+  for (const char* limit : {"", "0", "-1", "10.0", "1e1", "010", ".5", "1.",
+                            "nan", "infinity", "0.000000001"}) {
     ExpectHeaderRefused("\"limit\":\"10\"",
                         absl::StrCat("\"limit\":\"", limit, "\""), 15,
                         "\"limit\" is");

@@ -25,6 +25,7 @@ using ::kiln::testing::RandomLayer;
 using ::kiln::testing::StatusIs;
 using ::kiln::testing::TestFolder;
 using ::testing::AllOf;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 
 QsrtOptions Kimi() { return QsrtOptions(); }
@@ -405,6 +406,30 @@ TEST(QsrtLayerTest, Row29RefusesExtentsThatAreNotOnePair) {
     EXPECT_THAT(TrellisFromQsrtLayer(extent, &layer).status(),
                 FileRefused("must be one pair of 256 channels"));
   }
+}
+
+TEST(QsrtLayerTest, OtherNumbersOfRanksAreRefusedWithTheOneThatIsPossible) {
+  const auto extent = [](int64_t channels, int64_t rank, int64_t ranks) {
+    return ExtentOfRank(channels, rank, ranks, [&](const auto& part) {
+      return CheckPairExtent(part, channels);
+    });
+  };
+  ASSERT_OK_AND_ASSIGN(const TrellisExtent last, extent(768, 2, 3));
+  EXPECT_EQ(last.begin, 512);
+  EXPECT_EQ(last.end, 768);
+  for (const int64_t ranks : {1, 2, 4, 6}) {
+    EXPECT_THAT(
+        extent(768, 0, ranks),
+        StatusIs(StatusCode::kInvalidArgument,
+                 AllOf(HasSubstr(absl::StrCat("768 cannot be split over ",
+                                              ranks, " ranks: ")),
+                       EndsWith("; possible with --tp: 3"))))
+        << ranks;
+  }
+  EXPECT_THAT(extent(768, 3, 3), StatusIs(StatusCode::kInvalidArgument,
+                                          HasSubstr("must be within 0..2")));
+  EXPECT_THAT(extent(384, 0, 3), StatusIs(StatusCode::kInvalidArgument,
+                                          EndsWith("no --tp is possible")));
 }
 
 TEST(QsrtLayerTest, NativeTensorsHoldTheExpertsOwnPairs) {
