@@ -2,11 +2,13 @@
 """Qualifies the templates of a target on this machine's device.
 
 Runs tests/qualification/suite.v1.json, as far as its requests are for ops and
-formats that templates of the target serve: prewarm verifies every candidate of every request
-against the float64 oracle, freeze packs the winners, and
+formats that templates of the target serve: prewarm verifies every candidate of
+every request against the float64 oracle, freeze packs the winners, and
 `kiln run --check` launches each entry through the runtime at the edges and
 inside of its intervals, once directly and once replayed with changed inputs and
-routes. Writes the receipt, which `kiln freeze` looks up:
+routes. Writes the receipt, which `kiln freeze` looks up. A template of which a
+candidate is wrong is named and left out, and the exit code is 1; the others get
+their receipt.
 
     tools/qualify.py --kiln build/release/bin/kiln --target sm_90a \
         -o tests/qualification/sm_90a.json
@@ -19,6 +21,7 @@ import concurrent.futures
 import datetime
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,15 +37,24 @@ MORE_ROWS = {"cuda": [700], "cpu": []}
 CHECKERS = {"cuda": 8, "cpu": 1}
 
 
-def call(command, **options):
-    """Runs a command; its stdout, or exits with its stderr."""
+def run(command, accepted=(0,)):
+    """Runs a command, or exits with its stderr."""
     done = subprocess.run(command, stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True, check=False, **options)
-    if done.returncode != 0:
+                          text=True, check=False)
+    if done.returncode not in accepted:
         sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n"
                  f"{done.stderr}{done.stdout}")
-    return done.stdout
+    return done
+
+
+def call(command):
+    return run(command).stdout
+
+
+def wrong_templates(notes):
+    """Templates of candidates that prewarm rejected or set aside."""
+    return set(re.findall(r"(?:rejected|set aside) (\w+\.\w+)\{", notes))
 
 
 def last_object(text):
@@ -91,20 +103,28 @@ def main():
         requests = [with_more_rows(r, MORE_ROWS[backend])
                     for r in manifest["requests"]
                     if (r["op"], r["weights"]["format"]) in served]
-        reached = {(r["op"], r["weights"]["format"]) for r in requests}
         suite = os.path.join(folder, SUITE)
         with open(suite, "w", encoding="utf-8") as out:
             json.dump({**manifest, "requests": requests}, out)
         options = [suite, "--target", arguments.target,
                    "--max-candidates", str(CANDIDATES[backend])]
-        prewarm = last_object(call(kiln + ["prewarm", *options,
-                                           "--budget", "0.05"]))
-        if not prewarm["complete"] or prewarm["rejects"]:
-            sys.exit(f"not qualified: {prewarm['rejects']} rejects; plans: "
-                     + json.dumps([p for p in prewarm["plans"]
-                                   if p["rejected"]], indent=1))
+        # Exit code 3: a request has no plan.
+        warmed = run(kiln + ["prewarm", *options, "--budget", "0.05"], (0, 3))
+        prewarm = last_object(warmed.stdout)
+        wrong = wrong_templates(warmed.stderr)
+        if wrong:
+            print(f"not qualified: {', '.join(sorted(wrong))}\n"
+                  f"{warmed.stderr}", file=sys.stderr)
+        elif not prewarm["complete"] or prewarm["rejects"]:
+            sys.exit(f"not qualified: {prewarm['rejects']} rejects\n"
+                     f"{warmed.stderr}")
         if prewarm["predicted"]:
             sys.exit(f"no device of target {arguments.target} on this machine")
+        planless = {name for plan in prewarm["plans"] if "winner" not in plan
+                    for name in plan["requests"]}
+        requests = [r for r in requests if r["name"] not in planless]
+        with open(suite, "w", encoding="utf-8") as out:
+            json.dump({**manifest, "requests": requests}, out)
         # Every interval keeps its winner, so that every winner is launched.
         call(kiln + ["freeze", *options, "--keep-intervals",
                      "--allow-unqualified", "-o", bundle])
@@ -116,8 +136,9 @@ def main():
                     kiln + ["run", bundle, "--entry", launch[0], "--tokens",
                             str(launch[1]), "--check",
                             "--allow-unqualified"])), launches))
-    worst = max(run["worst_error"] for run in runs)
+    worst = max(row["worst_error"] for row in runs)
     device, target = runs[-1]["device"], runs[-1]["target"]
+    reached = {(r["op"], r["weights"]["format"]) for r in requests}
 
     compiler = doctor["nvrtc" if backend == "cuda" else "cc_cpu"]
     devices = [d for d in doctor["devices"] if d["name"] == device]
@@ -135,20 +156,23 @@ def main():
                        for key in ("name", "version", "sources")}
                       for template in doctor["templates"]
                       if template["backend"] == backend
-                      and (template["op"], template["format"]) in reached],
+                      and (template["op"], template["format"]) in reached
+                      and template["name"] not in wrong],
         "requests": len(requests),
         "intervals": prewarm["intervals"],
         "candidates_verified": prewarm["candidates"],
         "launches": prewarm["launches"],
         "bundle_checks": len(runs),
         "worst_error": max(worst, max(p["worst_error"]
-                                      for p in prewarm["plans"])),
+                                      for p in prewarm["plans"]
+                                      if "winner" in p)),
         "not_covered": "timing, other devices of the target, compute-sanitizer",
     }
     with open(arguments.output, "w", encoding="utf-8") as out:
         json.dump(receipt, out, indent=1)
         out.write("\n")
     print(json.dumps(receipt))
+    sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
 //
 // Prelude as cuda.cu. Axes:
 //   KILN_TOKENS_TILE T  rows of one expert per tile: 32, 64, 96, 128, 192 or
-//   256 KILN_STAGES         3, 4, 6 or 8 buffers of the ring KILN_CTAS 1 or 2
-//   blocks per SM (2: T up to 64)
+//                       256
+//   KILN_CTAS           1 or 2 blocks per SM (2: T up to 64)
 //
 // Shape of the computation. As in cuda.cu weights are the A operand and go from
 // the decoder straight into it, tokens are N; but wgmma runs beside the
