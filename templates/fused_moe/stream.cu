@@ -937,7 +937,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
 #else  // KILN_PART == 3
 
 // Sum of fc2, steps 8 to 10. Block x has 128 channels of a token, a warp every
-// kRoutes-th route of it.
+// kCombineWarps-th route of it.
 constexpr u32 kCombineWarps = kTopK < 8 ? kTopK : 8;
 
 extern "C" __global__ void __launch_bounds__(kCombineWarps * 32)
