@@ -230,8 +230,9 @@ class Tree:
             return
         kernel = ()  # virtual folders that code for a device may include from
         if re.match(r"templates/fused_moe/(mx|qsrt)_cpu\.cc$|"
-                    r"templates/fused_moe/(mx_(block|boundary|fragment|vector)|"
-                    r"cpu_(operand|routes)|situ|sqg_vector)\.h$|"
+                    r"templates/fused_moe/(mx_(block|boundary|fragment|vector|"
+                    r"warp)|cpu_(operand|routes)|situ|"
+                    r"sqg_vector)\.h$|"
                     r"templates/formats/npk_law\.h$", path):
             kernel = ("device/", *MOE_HEADERS)
         elif path == "templates/fused_moe/mx_cuda.cu":
