@@ -232,10 +232,10 @@ class Tree:
         if re.match(r"templates/fused_moe/(mx|qsrt)_cpu\.cc$|"
                     r"templates/fused_moe/(mx_(block|boundary|fragment|vector|"
                     r"warp)|cpu_(operand|routes)|situ|"
-                    r"sqg_(table|vector))\.h$|"
+                    r"sqg_(fragment|table|vector))\.h$|"
                     r"templates/formats/npk_law\.h$", path):
             kernel = ("device/", *MOE_HEADERS)
-        elif path == "templates/fused_moe/mx_cuda.cu":
+        elif re.match(r"templates/fused_moe/(mx|qsrt)_cuda\.cu$", path):
             kernel = ("cuda/", "device/", *MOE_HEADERS)
         elif re.match(r"templates/device/|tools/examples/package_[^/]+/", path):
             kernel = ("device/",)
