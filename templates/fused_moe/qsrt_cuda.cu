@@ -145,31 +145,36 @@ __device__ __forceinline__ void Rotate(const u16* __restrict__ x,
   StoreOperand(up, up_operand + to * kHidden + column);
 }
 
-// places[block]: how many experts of mode 1 come before expert `block`, << 1 |
-// whether it is one. Two warps call it, one for each product.
-__device__ __forceinline__ void FindPlace(const i32* __restrict__ modes,
-                                          u32* places) {
-  const u32 expert = blockIdx.x;
-  const u32 lane = threadIdx.x % 32;
-  u32 before = 0;
-#pragma unroll 4
-  for (u32 e = lane; e < expert; e += 32) before += modes[e] != 0 ? 1 : 0;
-  before = kd::WarpSum(before);
-  if (lane == 0) places[expert] = before << 1 | (modes[expert] != 0 ? 1 : 0);
-}
-
-// Block e sorts expert e's routes and finds where its words are.
+// Block e sorts expert e's routes and finds where its words are: places[e] is
+// how many experts of mode 1 come before it, << 1 | whether it is one; those of
+// fc1 first, then those of fc2.
 __device__ __forceinline__ void RouteExpert(
     const RouteId* __restrict__ ids, const i32* __restrict__ modes_fc1,
     const i32* __restrict__ modes_fc2, Row* __restrict__ rows,
     u32* __restrict__ positions, Tile* __restrict__ tiles,
     Totals* __restrict__ totals, u32* __restrict__ places, u32 tokens,
     u32 tokens_tile) {
+  static_assert(kExperts <= kRouteThreads, "a thread for each expert");
+  __shared__ u32 others[kRouteWarps];
+  const u32 expert = blockIdx.x;
+  const u32 lane = threadIdx.x % 32;
+  const u32 warp = threadIdx.x / 32;
+  // Whether the thread's expert, at most this one, has mode 1: in fc1 the lower
+  // half, in fc2 the upper one.
+  u32 is_other = 0;
+  if (threadIdx.x <= expert) {
+    is_other = (modes_fc1[threadIdx.x] != 0 ? 1u : 0u) |
+               (modes_fc2[threadIdx.x] != 0 ? 1u << 16 : 0u);
+  }
   kd::RouteBlock<kExperts>(ids, rows, positions, tiles, totals, tokens * kTopK,
                            tokens_tile);
-  const u32 warp = threadIdx.x / 32;
-  if (warp < 2) {
-    FindPlace(warp == 0 ? modes_fc1 : modes_fc2, places + warp * kExperts);
+  const u32 warp_others = kd::WarpSum(threadIdx.x < expert ? is_other : 0);
+  if (lane == 0) others[warp] = warp_others;
+  __syncthreads();
+  const u32 before = kd::WarpSum(others[lane]);
+  if (threadIdx.x == expert) {
+    places[expert] = (before & 0xFFFFu) << 1 | (is_other & 1u);
+    places[kExperts + expert] = before >> 16 << 1 | is_other >> 16;
   }
 }
 
