@@ -9,6 +9,7 @@
 #include "templates/fused_moe/template_mx_cpu.h"
 #include "templates/fused_moe/template_mx_cuda.h"
 #include "templates/fused_moe/template_qsrt_cpu.h"
+#include "templates/fused_moe/template_qsrt_cuda.h"
 #include "templates/fused_moe/template_stream.h"
 #include "templates/fused_moe/template_warpgroup.h"
 #include "templates/linear/template_cpu.h"
@@ -44,8 +45,8 @@ const std::vector<const KernelTemplate*>& AllTemplates() {
       FusedMoeCpuTemplate(),     FusedMoeCudaTemplate(),
       FusedMoeStreamTemplate(),  FusedMoeWarpgroupTemplate(),
       FusedMoeMxCpuTemplate(),   FusedMoeMxCudaTemplate(),
-      FusedMoeQsrtCpuTemplate(), LinearCpuTemplate(),
-      LinearCudaTemplate(),
+      FusedMoeQsrtCpuTemplate(), FusedMoeQsrtCudaTemplate(),
+      LinearCpuTemplate(),       LinearCudaTemplate(),
   };
   return *templates;
 }

@@ -159,7 +159,7 @@ def code_lines(text):
 # Virtual names, or how they begin, of headers that kernels of fused_moe over
 # TrellisMX and QSRT weights share.
 MOE_HEADERS = ("fused_moe/mx_", "fused_moe/cpu_", "fused_moe/situ.h",
-               "fused_moe/sqg_vector.h", "formats/npk_law.h")
+               "fused_moe/sqg_", "formats/npk_law.h")
 
 
 class Tree:
@@ -230,11 +230,12 @@ class Tree:
             return
         kernel = ()  # virtual folders that code for a device may include from
         if re.match(r"templates/fused_moe/(mx|qsrt)_cpu\.cc$|"
-                    r"templates/fused_moe/(mx_(block|boundary|fragment|vector)|"
-                    r"cpu_(operand|routes)|situ|sqg_vector)\.h$|"
+                    r"templates/fused_moe/(mx_(block|boundary|fragment|vector|"
+                    r"warp)|cpu_(operand|routes)|situ|"
+                    r"sqg_(fragment|table|vector))\.h$|"
                     r"templates/formats/npk_law\.h$", path):
             kernel = ("device/", *MOE_HEADERS)
-        elif path == "templates/fused_moe/mx_cuda.cu":
+        elif re.match(r"templates/fused_moe/(mx|qsrt)_cuda\.cu$", path):
             kernel = ("cuda/", "device/", *MOE_HEADERS)
         elif re.match(r"templates/device/|tools/examples/package_[^/]+/", path):
             kernel = ("device/",)

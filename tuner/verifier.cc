@@ -382,7 +382,7 @@ Promise PromiseOf(absl::string_view numerics_class, double tolerance) {
   promise.tolerance = tolerance;
   const bool quantised =
       absl::StartsWith(numerics_class, MxNumericsClass(MxArm::kGrouped)) ||
-      absl::StartsWith(numerics_class, QsrtNumericsClass(QsrtArm::kW4A8));
+      absl::StartsWith(numerics_class, "qsrt.w4a8.");
   if (quantised) promise.oracle = ReferenceMode::kStagedW4A8;
   if (numerics_class == "w4a16.f16.sequential" ||
       numerics_class == MxNumericsClass(MxArm::kSmallM) ||

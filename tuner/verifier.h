@@ -80,9 +80,10 @@ struct Promise {
 // "mx.w4a16.fold32" and "qsrt.w4a16.sequential" promise the bits of
 // kSequential, "mx.w4a8.fold32" and "qsrt.w4a8.sequential" those of
 // kSequentialW4A8; uniform draws of the latter are held against kStagedW4A8.
-// Classes that begin with these and go on leave the order of a block's sum
-// open: they promise the tolerance against kStaged and kStagedW4A8. Of an
-// unknown class only the tolerance is known.
+// Classes that begin with "mx.w4a16.fold32" or "mx.w4a8.fold32" and go on leave
+// the order of a block's sum open, other classes of "qsrt.w4a16." and
+// "qsrt.w4a8." that of all sums: they promise the tolerance against kStaged and
+// kStagedW4A8. Of an unknown class only the tolerance is known.
 Promise PromiseOf(absl::string_view numerics_class, double tolerance);
 
 // The same candidate with red zones between the slices of its arena: what is

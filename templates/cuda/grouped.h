@@ -162,6 +162,35 @@ KILN_FN void Load4(const u16* from, float (&v)[4]) {
   Unpack4(*reinterpret_cast<const uint2*>(from), v);
 }
 
+KILN_FN void Store4(u16* to, const float (&v)[4]) {
+  *reinterpret_cast<uint2*>(to) =
+      make_uint2(Pack2(v[0], v[1]), Pack2(v[2], v[3]));
+}
+
+// v *= a binary16 table.
+KILN_FN void Scale4(const u16* table, float (&v)[4]) {
+  float scale[4];
+  Load4(table, scale);
+  KILN_UNROLLED
+  for (u32 i = 0; i < 4; ++i) v[i] *= scale[i];
+}
+
+// Of x, binary16 or bfloat16, rounded to binary16.
+template <bool kBfloat>
+KILN_FN void LoadX4(const u16* x, float (&v)[4]) {
+  const uint2 bits = *reinterpret_cast<const uint2*>(x);
+  if constexpr (kBfloat) {
+    const u32 halves[4] = {bits.x & 0xFFFFu, bits.x >> 16, bits.y & 0xFFFFu,
+                           bits.y >> 16};
+    KILN_UNROLLED
+    for (u32 i = 0; i < 4; ++i) {
+      v[i] = round_f16(bf16_to_f32(static_cast<u16>(halves[i])));
+    }
+  } else {
+    Unpack4(bits, v);
+  }
+}
+
 // ---- results ---------------------------------------------------------------
 
 // Stores kTimes the sums of 16 channels x 8 rows as fp16. Sums lie as an MMA
@@ -282,6 +311,57 @@ KILN_FN void LoadProducts(const void* product, const u64 (&at)[kCount],
   KILN_UNROLLED
   for (u32 i = 0; i < kCount; ++i) {
     Unpack4(make_uint2(Pack2(v[i][0], v[i][1]), Pack2(v[i][2], v[i][3])), v[i]);
+  }
+}
+
+// What lane j of a warp knows of route j of its token.
+struct LaneRoute {
+  u32 row;  // kNone of an inactive route, and in lanes beyond kTopK
+  float weight;
+};
+
+template <u32 kTopK>
+KILN_FN LaneRoute LoadLaneRoute(const u32* positions, const float* weights,
+                                u32 token, u32 lane) {
+  LaneRoute own = {kNone, 0.0f};
+  if (lane < kTopK) {
+    const u64 route = static_cast<u64>(token) * kTopK + lane;
+    own.row = positions[route];
+    own.weight = weights[route];
+  }
+  return own;
+}
+
+// sum += weight times what each route of the warp's token has in this lane's
+// four columns of a product [rows][kWidth], in router order with explicit fma.
+// Inactive routes add nothing.
+//   each(j, value): made of route j's four values before they are added; all
+//   lanes call it
+template <u32 kTopK, u32 kWidth, class Each>
+KILN_FN void SumRoutes(const void* product, const LaneRoute& own, u32 column,
+                       u64 slice, u32 slices, Each each, float (&sum)[4]) {
+  constexpr u32 kAtOnce = kTopK < 8 ? kTopK : 8;  // routes loaded together
+#pragma unroll 1
+  for (u32 base = 0; base < kTopK; base += kAtOnce) {
+    u64 places[kAtOnce];
+    float value[kAtOnce][4];
+    KILN_UNROLLED
+    for (u32 j = 0; j < kAtOnce; ++j) {
+      const u32 row = __shfl_sync(0xFFFFFFFFu, own.row, (base + j) % 32);
+      places[j] = base + j < kTopK && row != kNone
+                      ? static_cast<u64>(row) * kWidth + column
+                      : kAbsent;
+    }
+    LoadProducts<1>(product, places, slice, slices, value);
+    KILN_UNROLLED
+    for (u32 j = 0; j < kAtOnce; ++j) {
+      const float weight =
+          __shfl_sync(0xFFFFFFFFu, own.weight, (base + j) % 32);
+      if (places[j] == kAbsent) continue;
+      each(base + j, value[j]);
+      KILN_UNROLLED
+      for (u32 i = 0; i < 4; ++i) sum[i] = Fma(weight, value[j][i], sum[i]);
+    }
   }
 }
 

@@ -91,6 +91,14 @@ KILN_FN void Mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same of bfloat16 numbers.
+KILN_FN void MmaBfloat(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // Lane l holds row l/4, columns 2(l%4), 2(l%4)+1 of an 8x8 matrix of binary16;
 // returns the same of its transpose.
 KILN_FN u32 Transpose8x8(u32 v) {
@@ -104,6 +112,20 @@ KILN_FN u32 RoundPair(float low, float high) {
   u32 packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+// Numbers of 16 and 8 bits of a table in shared memory that nobody writes any
+// more when `from` is known: not in the order of other statements.
+KILN_FN u32 LoadShared16(u32 from) {
+  u16 v;
+  asm("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from));
+  return v;
+}
+
+KILN_FN u32 LoadShared8(u32 from) {
+  u32 v;
+  asm("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from));
+  return v;
 }
 
 // Words of shared memory, in the order of other volatile statements.

@@ -31,6 +31,7 @@
 // slices alone: all axes but split-K give bit-identical results.
 
 #include "cuda/grouped.h"
+#include "cuda/ring.h"
 #include "cuda/warp.h"
 #include "device/activation.h"
 #include "device/fragment.h"
@@ -40,6 +41,7 @@
 #include "fused_moe/mx_block.h"
 #include "fused_moe/mx_boundary.h"
 #include "fused_moe/mx_fragment.h"
+#include "fused_moe/mx_warp.h"
 
 namespace {
 
@@ -87,20 +89,6 @@ using RouteId = long long;
 using RouteId = int;
 #endif
 
-// v *= four neighbours of a binary16 table.
-__device__ __forceinline__ void Scale4(const u16* __restrict__ table,
-                                       float (&v)[4]) {
-  float scale[4];
-  kd::Load4(table, scale);
-#pragma unroll
-  for (u32 i = 0; i < 4; ++i) v[i] *= scale[i];
-}
-
-__device__ __forceinline__ void Store4(u16* to, const float (&v)[4]) {
-  *reinterpret_cast<uint2*>(to) =
-      make_uint2(kd::Pack2(v[0], v[1]), kd::Pack2(v[2], v[3]));
-}
-
 // Rounds to an operand and stores. A warp holds 128 neighbours, lane l those
 // from 4l on; the first of lane 0 is element `first` of the operand.
 __device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 first,
@@ -108,34 +96,12 @@ __device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 first,
                                              float* scales) {
   const u64 at = first + lane * 4;
   if constexpr (!kQuantised) {
-    Store4(values + at, v);
+    kd::Store4(values + at, v);
   } else {
-    // Eight lanes hold a block of 32. Magnitudes order as their bits; NaN is
-    // above infinity.
-    u32 largest = 0;
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-      const u32 bits = kd::FloatBits(v[i]) & 0x7FFFFFFFu;
-      largest = bits > largest ? bits : largest;
-    }
-#pragma unroll
-    for (u32 mask = 1; mask < 8; mask *= 2) {
-      const u32 other = __shfl_xor_sync(0xFFFFFFFFu, largest, mask);
-      largest = other > largest ? other : largest;
-    }
-    const u8 scale = kd::Mxfp8ScaleByte(kd::BitsFloat(largest));
-    // 1 / scale, exact: scales are at most 2^120. A block with an infinity or
-    // NaN becomes all NaN.
-    const float inverse = scale == kd::kScaleNanByte
-                              ? kd::Ue8m0ToFloat(scale)
-                              : kd::BitsFloat((254u - scale) << 23);
-    float rounded[4];
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-      rounded[i] = kd::E4m3ToFloat(kd::FloatToE4m3(v[i] * inverse));
-    }
-    Store4(values + at, rounded);
-    if (lane % 8 == 0) scales[at / kd::kMxBlock] = kd::Ue8m0ToFloat(scale);
+    float rounded[4] = {v[0], v[1], v[2], v[3]};
+    const float scale = kd::RoundToMxfp8(rounded);
+    kd::Store4(values + at, rounded);
+    if (lane % 8 == 0) scales[at / kd::kMxBlock] = scale;
   }
 }
 
@@ -154,19 +120,7 @@ __device__ __forceinline__ void RotateBlock(const u16* __restrict__ x,
   const bool live = item < tokens * kChunks;
   const u64 first = static_cast<u64>(item) * kChunk + quarter * kQuarter;
   float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  if (live) {
-    const uint2 bits = *reinterpret_cast<const uint2*>(x + first + lane * 4);
-#if KILN_X_BF16
-    const u32 halves[4] = {bits.x & 0xFFFFu, bits.x >> 16, bits.y & 0xFFFFu,
-                           bits.y >> 16};
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-      v[i] = kd::round_f16(kd::bf16_to_f32(static_cast<u16>(halves[i])));
-    }
-#else
-    kd::Unpack4(bits, v);
-#endif
-  }
+  if (live) kd::LoadX4<KILN_X_BF16 != 0>(x + first + lane * 4, v);
   kd::WarpHadamard128(v, lane);
   shared[warp / 4][quarter * (kQuarter / 4) + lane] =
       make_float4(v[0], v[1], v[2], v[3]);
@@ -189,7 +143,7 @@ __device__ __forceinline__ void RotateBlock(const u16* __restrict__ x,
     const float high = quarter % 2 == 0 ? four[i][2] : four[i][3];
     v[i] = (quarter < 2 ? low : high) * 0.5f;
   }
-  Scale4(suh + item % kChunks * kChunk + quarter * kQuarter + lane * 4, v);
+  kd::Scale4(suh + item % kChunks * kChunk + quarter * kQuarter + lane * 4, v);
   kd::WarpHadamard128(v, lane);
   StoreOperand(v, first, lane, values, scales);
 }
@@ -246,9 +200,9 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
 #pragma unroll
   for (u32 half = 0; half < 2; ++half) {
     kd::WarpHadamard128(r[half], lane);
-    Scale4(svh + 64 * half, r[half]);
+    kd::Scale4(svh + 64 * half, r[half]);
     kd::WarpHadamard128(r[half], lane);
-    Scale4(signs + 128 * half, r[half]);
+    kd::Scale4(signs + 128 * half, r[half]);
     neuron[half][0] = kd::MxActivate(r[half][0], r[half][1], limit);
     neuron[half][1] = kd::MxActivate(r[half][2], r[half][3], limit);
   }
@@ -261,20 +215,13 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     const float high = __shfl_sync(0xFFFFFFFFu, neuron[1][i % 2], source);
     v[i] = lane < 16 ? low : high;
   }
-  Scale4(tables.post_signs + first + lane * 4, v);
+  kd::Scale4(tables.post_signs + first + lane * 4, v);
   kd::WarpHadamard128(v, lane);
-  Scale4(tables.down_suh + first + lane * 4, v);
+  kd::Scale4(tables.down_suh + first + lane * 4, v);
   kd::WarpHadamard128(v, lane);
   StoreOperand(v, static_cast<u64>(at) * kInter + first, lane, mid_values,
                mid_scales);
 }
-
-namespace {
-
-// Routes of one token whose rows are loaded together.
-constexpr u32 kCombined = kTopK < 8 ? kTopK : 8;
-
-}  // namespace
 
 // H128 and down_svh of each route, their sum in router order with explicit fma,
 // then H512: one chunk of one token per block, a quarter per warp. Inactive
@@ -292,40 +239,16 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
   const u32 chunk = blockIdx.x % kChunks * kChunk;
   const u32 column = chunk + warp * kQuarter + lane * 4;
   const u64 slice = static_cast<u64>(tokens) * (kTopK * kHidden);
-  // Lane j holds what belongs to route j.
-  u32 own_row = kNone;
-  float own_weight = 0.0f;
-  if (lane < kTopK) {
-    const u64 route = static_cast<u64>(token) * kTopK + lane;
-    own_row = positions[route];
-    own_weight = weights[route];
-  }
+  const kd::LaneRoute own =
+      kd::LoadLaneRoute<kTopK>(positions, weights, token, lane);
   float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 1
-  for (u32 base = 0; base < kTopK; base += kCombined) {
-    u64 places[kCombined];
-    float value[kCombined][4];
-#pragma unroll
-    for (u32 j = 0; j < kCombined; ++j) {
-      const u32 row = __shfl_sync(0xFFFFFFFFu, own_row, (base + j) % 32);
-      places[j] = base + j < kTopK && row != kNone
-                      ? static_cast<u64>(row) * kHidden + column
-                      : kAbsent;
-    }
-    kd::LoadProducts<1>(fc2, places, slice, slices, value);
-#pragma unroll
-    for (u32 j = 0; j < kCombined; ++j) {
-      const float weight =
-          __shfl_sync(0xFFFFFFFFu, own_weight, (base + j) % 32);
-      if (places[j] == kAbsent) continue;
-      kd::WarpHadamard128(value[j], lane);
-      Scale4(down_svh + column, value[j]);
-#pragma unroll
-      for (u32 i = 0; i < 4; ++i) {
-        sum[i] = kd::Fma(weight, value[j][i], sum[i]);
-      }
-    }
-  }
+  kd::SumRoutes<kTopK, kHidden>(
+      fc2, own, column, slice, slices,
+      [&](u32, float(&value)[4]) {
+        kd::WarpHadamard128(value, lane);
+        kd::Scale4(down_svh + column, value);
+      },
+      sum);
   kd::WarpHadamard128(sum, lane);
   shared[warp * (kQuarter / 4) + lane] =
       make_float4(sum[0], sum[1], sum[2], sum[3]);
@@ -359,23 +282,17 @@ constexpr u32 kWarpStrips = kStrips / kWarps;  // and per warp
 constexpr u32 kTokenGroups = kTokens / 8;      // mma columns
 constexpr u32 kFolds = kDepthTile / kd::kMxBlock;  // blocks of 32 per stage
 constexpr u32 kStagesPerBlock = 128 / kDepthTile;  // of 128 input channels
-// Operand rows are padded by 16 bytes: the 8 rows of an ldmatrix then lie in
-// 8 different 16-byte bank groups.
-constexpr u32 kRowHalves = kDepthTile + 8;
-// 16-byte pieces of an operand row; a thread always copies the same piece.
-constexpr u32 kRowPieces = kDepthTile / 8;
-constexpr u32 kRowsAtOnce = kThreads / kRowPieces;
-constexpr u32 kRowCopies = (kTokens + kRowsAtOnce - 1) / kRowsAtOnce;
+using OperandTile = kd::OperandTile<kThreads, kTokens, kDepthTile>;
+constexpr u32 kRowHalves = OperandTile::kRowHalves;
 
 // A stage of the ring: packed weights, a word of scales per output channel,
 // operand rows, and in the grouped arm the scales of each row.
 constexpr u32 kWeightBytes = kDepthTile * kChannels * kBits / 8;
 constexpr u32 kScaleBytes = kChannels * 4;
-constexpr u32 kOperandBytes = kTokens * kRowHalves * 2;
 constexpr u32 kRowScaleBytes = kQuantised ? kFolds * 4 : 0;
 constexpr u32 kScalesAt = kWeightBytes;
 constexpr u32 kOperandAt = kScalesAt + kScaleBytes;
-constexpr u32 kRowScalesAt = kOperandAt + kOperandBytes;
+constexpr u32 kRowScalesAt = kOperandAt + OperandTile::kBytes;
 constexpr u32 kStageBytes = kRowScalesAt + kTokens * kRowScaleBytes;
 
 static_assert(kTokens == 8 || kTokens % 16 == 0, "T: 8 or a multiple of 16");
@@ -400,7 +317,7 @@ struct Factors {
 
 // Rows that this thread copies, kNone beyond the tile.
 struct Sources {
-  u32 operand[kRowCopies];
+  OperandTile operand;
   u32 scales;
 };
 
@@ -409,19 +326,10 @@ template <u32 kWidth>
 __device__ __forceinline__ void CopyWeights(const Factors& factors, u32 stage,
                                             u32 to) {
   // A K16 row of the block's tiles is contiguous in memory.
-  constexpr u32 kPieces = kChannels * kBits / 8;
   constexpr u64 kRowBytes = static_cast<u64>(kWidth) * 2 * kBits;
-  constexpr u32 kAll = kPieces * (kDepthTile / 16);
-  const unsigned char* from =
-      factors.weights + stage * (kRowBytes * (kDepthTile / 16));
-#pragma unroll
-  for (u32 base = 0; base < kAll; base += kThreads) {
-    const u32 piece = base + threadIdx.x;
-    if (kAll % kThreads == 0 || piece < kAll) {
-      kd::CopyAsync16(to + piece * 16, from + (piece / kPieces) * kRowBytes +
-                                           piece % kPieces * 16);
-    }
-  }
+  constexpr u32 kRows = kDepthTile / 16;
+  kd::CopyRows<kThreads, kChannels * kBits / 8, kRows>(
+      factors.weights + stage * (kRowBytes * kRows), kRowBytes, to);
   if (threadIdx.x < kScaleBytes / 16) {
     kd::CopyAsync16(to + kScalesAt + threadIdx.x * 16,
                     factors.scales +
@@ -435,20 +343,8 @@ template <u32 kDepth>
 __device__ __forceinline__ void CopyOperand(const Factors& factors,
                                             const Sources& sources, u32 stage,
                                             u32 to) {
-  const u32 column = threadIdx.x % kRowPieces * 8;
-  const u32 row = threadIdx.x / kRowPieces;
-  const u16* first = factors.operand + stage * kDepthTile + column;
-  const u32 at = to + kOperandAt + (row * kRowHalves + column) * 2;
-#pragma unroll
-  for (u32 i = 0; i < kRowCopies; ++i) {
-    if (kTokens % kRowsAtOnce == 0 || row + i * kRowsAtOnce < kTokens) {
-      const u32 source = sources.operand[i];
-      const bool copy = source != kNone;
-      kd::CopyAsyncOrZero<16>(
-          at + i * (kRowsAtOnce * kRowHalves * 2),
-          first + static_cast<u64>(copy ? source : 0) * kDepth, copy);
-    }
-  }
+  sources.operand.template Copy<kDepth>(factors.operand, stage * kDepthTile,
+                                        to + kOperandAt);
   if constexpr (kQuantised) {
     if (threadIdx.x < kTokens) {
       const bool copy = sources.scales != kNone;
@@ -648,9 +544,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
   Sources sources;
 #pragma unroll
-  for (u32 i = 0; i < kRowCopies; ++i) {
-    const u32 row = threadIdx.x / kRowPieces + i * kRowsAtOnce;
-    sources.operand[i] =
+  for (u32 i = 0; i < OperandTile::kCopies; ++i) {
+    const u32 row = OperandTile::RowOf(i);
+    sources.operand.source[i] =
         row < tile.rows ? rows[tile.first + row].route / kTopK : kNone;
   }
   sources.scales = kQuantised && threadIdx.x < tile.rows
@@ -685,9 +581,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
   Sources sources;
 #pragma unroll
-  for (u32 i = 0; i < kRowCopies; ++i) {
-    const u32 row = threadIdx.x / kRowPieces + i * kRowsAtOnce;
-    sources.operand[i] = row < tile.rows ? tile.first + row : kNone;
+  for (u32 i = 0; i < OperandTile::kCopies; ++i) {
+    const u32 row = OperandTile::RowOf(i);
+    sources.operand.source[i] = row < tile.rows ? tile.first + row : kNone;
   }
   sources.scales =
       kQuantised && threadIdx.x < tile.rows ? tile.first + threadIdx.x : kNone;

@@ -8,50 +8,20 @@
 
 #include "device/cpu_vector.h"
 #include "device/platform.h"
-#include "fused_moe/mx_block.h"
+#include "fused_moe/sqg_table.h"
 
 namespace kd {
 
-// A value belongs to 16 neighbouring ranks.
-constexpr u32 kSqgGroups = 4096;
-constexpr u32 kSqgHalf = kSqgGroups / 2;
-
-// Groups above the middle where the E4M3 code of T12 is one more than before;
-// the middle has code 0, and the lower half mirrors the upper one.
-constexpr u16 kSqgSteps[] = {
-    1,    3,    5,    7,    10,   12,   14,   16,   18,   20,   22,
-    24,   27,   29,   31,   33,   36,   40,   45,   49,   53,   57,
-    62,   66,   72,   81,   89,   98,   106,  115,  123,  132,  145,
-    161,  178,  195,  212,  229,  246,  263,  288,  321,  355,  388,
-    421,  454,  486,  519,  567,  630,  693,  754,  814,  873,  930,
-    986,  1068, 1170, 1267, 1356, 1439, 1514, 1583, 1646, 1727, 1816,
-    1884, 1935, 1972, 1998, 2016, 2028, 2039, 2045, 2047};
-constexpr u32 kSqgStepCount = sizeof kSqgSteps / sizeof kSqgSteps[0];
-
-// Binary32 values by rank / 16.
-struct SqgTable {
-  float value[kSqgGroups];
+// The value of an E4M3 code.
+struct SqgFloat {
+  KILN_FN constexpr float operator()(u32 code, bool negative) const {
+    float value = static_cast<float>(code < 8 ? code : code % 8 + 8) * 0x1p-9f;
+    for (u32 binade = 1; binade < code / 8; ++binade) value *= 2.0f;
+    return negative ? -value : value;
+  }
 };
 
-constexpr SqgTable MakeSqgTable() {
-  SqgTable table = {};
-  u32 code = 0;
-  float power = 0x1p-9f;  // of a step of the code's binade
-  float value = 0.0f;
-  for (u32 q = 0; q < kSqgHalf; ++q) {
-    if (code < kSqgStepCount && kSqgSteps[code] == q) {
-      value += power;
-      ++code;
-      // Binades have 8 codes; the first two share their step.
-      if (code % 8 == 0 && code >= 16) power *= 2.0f;
-    }
-    table.value[kSqgHalf + q] = value;
-    table.value[kSqgHalf - 1 - q] = code == 0 ? 0.0f : -value;
-  }
-  return table;
-}
-
-constexpr SqgTable kSqgTable = MakeSqgTable();
+constexpr SqgTable<float> kSqgTable = MakeSqgTable<float>(SqgFloat());
 
 // The ranks of L states of K bits, divided by 16.
 template <int K, int L>
@@ -62,7 +32,7 @@ KILN_FN U32V<L> SqgGroupsOf(U32V<L> states) {
   U x = states >> K;
   x ^= x >> 11;
   x ^= (x << 11) & kMask;
-  const U p = x * 0x3FA7D929u + 0xC928FD8Eu;
+  const U p = x * kSqgMultiplier + kSqgAddend;
   U branch = p >> (32 - K);
   KILN_UNROLLED
   for (int i = 0; i < K; ++i) {
@@ -81,8 +51,6 @@ KILN_FN F32V<L> DecodeSqgLanes(U32V<L> states) {
   for (int i = 0; i < L; ++i) values[i] = kSqgTable.value[groups[i]];
   return Load<F32V<L>>(values);
 }
-
-constexpr u32 kSqgStates = 65536;
 
 // Codewords of states first .. first + count - 1, a multiple of L, to their
 // places in the table [65536] of K: as bfloat16, which E4M3 numbers fit.

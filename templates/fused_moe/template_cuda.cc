@@ -12,6 +12,7 @@
 #include "compiler/base/status_macros.h"
 #include "templates/axes.h"
 #include "templates/fused_moe/cuda_steps.h"
+#include "templates/fused_moe/grouped_cost.h"
 #include "templates/fused_moe/op.h"
 #include "templates/registry.h"
 
@@ -55,8 +56,8 @@ class Template : public KernelTemplate {
   Digest sources() const override {
     static const Digest digest = TemplateSourcesDigest(
         {"axes.cc", "cuda/grouped.h", "cuda/warp.h", "fused_moe/cuda.cu",
-         "fused_moe/cuda_steps.cc", "fused_moe/op.cc",
-         "fused_moe/template_cuda.cc"});
+         "fused_moe/cuda_steps.cc", "fused_moe/grouped_cost.cc",
+         "fused_moe/op.cc", "fused_moe/template_cuda.cc"});
     return digest;
   }
 
@@ -196,104 +197,39 @@ class Template : public KernelTemplate {
     return "";
   }
 
-  // Cycles of the two products, less what all points share; only the order
-  // matters. Constants: least squares over the harness's --sweep on an H200
-  // (README.md, "Measured"), where the predicted best is within 7 % of the
-  // measured best and the first 16 contain it, for m = 1 to 4096.
+  // Constants, here and in grouped_cost.cc: least squares over the harness's
+  // --sweep on an H200 (README.md, "Measured"), where the predicted best is
+  // within 7 % of the measured best and the first 16 contain it, for m = 1 to
+  // 4096.
   // tiles: how many the interval's largest m is expected to have.
   static double Cost(const Problem& problem, const AxisPoint& point,
                      double tiles) {
-    // Reading partial sums takes the next kernel a round of loads per slice.
-    constexpr double kActivateSplitCycles = 450;
-    constexpr double kCombineSplitCycles = 1900;
-    const Product fc1 = Fc1(problem.geometry);
-    const Product fc2 = Fc2(problem.geometry);
-    const int64_t split1 = point.at("split_fc1");
-    const int64_t split2 = point.at("split_fc2");
-    return ProductCost(problem, point, tiles, fc1, split1) +
-           ProductCost(problem, point, tiles, fc2, split2) +
-           SplitCost(problem, fc1, split1, kActivateSplitCycles) +
-           SplitCost(problem, fc2, split2, kCombineSplitCycles);
+    return GroupedCycles(
+        problem, point, tiles,
+        Grouped(Fc1(problem.geometry), point, point.at("split_fc1")),
+        Grouped(Fc2(problem.geometry), point, point.at("split_fc2")));
   }
 
-  // fp32 partial sums are written and read again.
-  static double SplitCost(const Problem& problem, const Product& product,
-                          int64_t split, double fixed_cycles) {
-    constexpr double kBytesPerCycle = 28;  // of one multiprocessor
-    if (split == 1) return 0;
-    const double bytes = static_cast<double>(problem.interval.m_max) *
-                         static_cast<double>(problem.geometry.top_k) *
-                         static_cast<double>(product.outputs) * 8 *
-                         static_cast<double>(split);
-    return fixed_cycles + bytes / (std::max(1, problem.device.multiprocessors) *
-                                   kBytesPerCycle);
-  }
-
-  static double ProductCost(const Problem& problem, const AxisPoint& point,
-                            double tiles, const Product& product,
-                            int64_t split) {
-    // Issue slots of a warp: decoding a 16 x 16 tile, one MMA of 8 tokens, the
-    // barrier of a stage, and one 16-byte copy (twice: in the loop, and before
-    // it, where nothing overlaps).
+  static GroupedProduct Grouped(const Product& product, const AxisPoint& point,
+                                int64_t split) {
     constexpr double kDecodeCycles = 36;
     constexpr double kUnalignedDecodeCycles = 47;  // bits not a multiple of 4
     constexpr double kMmaCycles = 8;
-    constexpr double kStageCycles = 15.5;
-    constexpr double kCopyCycles = 31;
-    constexpr double kFillCopyCycles = 14;
-    constexpr double kWaveCycles = 280;
-    // How much a lone block loses at its barriers, and what part of the last,
-    // partly filled wave is lost.
-    constexpr double kBarrierLoss = 0.15;
-    constexpr double kTailLoss = 0.1;
-    const RequestGeometry& geometry = problem.geometry;
-    const DeviceProfile& device = problem.device;
     const auto tile = static_cast<double>(point.at("tokens_tile"));
-    const auto warps = static_cast<double>(point.at("warps"));
     const auto channels = static_cast<double>(point.at("channels_tile"));
     const auto k_tile = static_cast<double>(point.at("k_tile"));
-    const auto stages = static_cast<double>(point.at("stages"));
-    const double rows = static_cast<double>(problem.interval.m_max) *
-                        static_cast<double>(geometry.top_k);
-    // Groups of 16 tokens without rows are skipped.
-    const double live = std::min(tile, std::ceil(rows / tiles / 16) * 16);
-    const double strips = channels / 16 / warps;
-    const double slice = std::ceil(static_cast<double>(product.inputs) / 128 /
-                                   static_cast<double>(split)) *
-                         128;
-    const double copies =
-        (k_tile * channels * product.bits / 128 + k_tile * tile / 8) /
-        (warps * 32);
-    const double per_warp =
-        slice / 16 * strips *
-            ((product.bits % 4 == 0 ? kDecodeCycles : kUnalignedDecodeCycles) +
-             kMmaCycles * live / 8) +
-        slice / k_tile * (kStageCycles + kCopyCycles * copies) +
-        kFillCopyCycles * (stages - 1) * copies;
-    const double blocks = tiles * static_cast<double>(product.outputs) /
-                          channels * static_cast<double>(split);
-
-    // Resident blocks. Registers as the compiler used them: about 44, the
-    // sums, and the fragments of a step.
-    const double registers =
-        std::ceil((44 + 4 * strips + 1.2 * strips * tile / 8 * 4) / 8) * 8;
-    const auto shared = static_cast<double>(SharedBytes(product, point));
-    const double resident = std::clamp(
-        std::floor(std::min(
-            {static_cast<double>(device.shared_bytes_per_sm) / (shared + 1024),
-             static_cast<double>(device.registers_per_sm) /
-                 (warps * 32 * registers),
-             2048 / (warps * 32)})),
-        1.0, 32.0);
-    const double processors = std::max(1, device.multiprocessors);
-    const double in_flight = std::min(resident, std::ceil(blocks / processors));
-    // Warps of one of the four sub-cores share its issue slots.
-    const double per_core = std::max(1.0, in_flight * warps / 4);
-    const double wave =
-        per_warp * per_core * (in_flight + kBarrierLoss) / in_flight +
-        kWaveCycles;
-    const double waves = blocks / (processors * in_flight);
-    return wave * std::max(1.0, waves + kTailLoss * (std::ceil(waves) - waves));
+    GroupedProduct grouped;
+    grouped.inputs = product.inputs;
+    grouped.outputs = product.outputs;
+    grouped.split = split;
+    grouped.decode_cycles =
+        product.bits % 4 == 0 ? kDecodeCycles : kUnalignedDecodeCycles;
+    grouped.group_cycles = kMmaCycles;
+    grouped.stage_pieces =
+        k_tile * channels * product.bits / 128 + k_tile * tile / 8;
+    grouped.strip_registers = 4;
+    grouped.shared_bytes = SharedBytes(product, point);
+    return grouped;
   }
 };
 

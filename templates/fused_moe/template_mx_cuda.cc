@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "compiler/base/status_macros.h"
 #include "templates/axes.h"
+#include "templates/fused_moe/grouped_cost.h"
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/op_mx.h"
 #include "templates/registry.h"
@@ -36,26 +37,16 @@ constexpr int64_t kSumsMax = 128;
 constexpr double kGroupedTolerance = 1e-2;
 
 // Headers of mx_cuda.cu beside those of device/.
-constexpr const char* kHeaders[] = {
-    "cuda/grouped.h",          "cuda/warp.h",
-    "formats/npk_law.h",       "fused_moe/mx_block.h",
-    "fused_moe/mx_boundary.h", "fused_moe/mx_fragment.h"};
+constexpr const char* kHeaders[] = {"cuda/grouped.h",
+                                    "cuda/ring.h",
+                                    "cuda/warp.h",
+                                    "formats/npk_law.h",
+                                    "fused_moe/mx_block.h",
+                                    "fused_moe/mx_boundary.h",
+                                    "fused_moe/mx_fragment.h",
+                                    "fused_moe/mx_warp.h"};
 
 int64_t BitsOf(MxArm arm) { return arm == MxArm::kSmallM ? 16 : 8; }
-
-// One of the two matrix products.
-struct Product {
-  int64_t inputs = 0;   // k
-  int64_t outputs = 0;  // n, gate and up together for fc1
-};
-
-Product Fc1(const RequestGeometry& geometry) {
-  return {geometry.hidden, 2 * geometry.intermediate};
-}
-
-Product Fc2(const RequestGeometry& geometry) {
-  return {geometry.intermediate, geometry.hidden};
-}
 
 // Ring of packed weights, a word of scales per channel, padded operand rows
 // and, in the grouped arm, a binary32 scale per row and 32 channels.
@@ -79,8 +70,9 @@ class Template : public KernelTemplate {
     static const Digest digest = [] {
       std::vector<std::string> files(std::begin(kHeaders), std::end(kHeaders));
       for (const char* file :
-           {"axes.cc", "fused_moe/mx_cuda.cu", "fused_moe/op.cc",
-            "fused_moe/op_mx.cc", "fused_moe/template_mx_cuda.cc"}) {
+           {"axes.cc", "fused_moe/grouped_cost.cc", "fused_moe/mx_cuda.cu",
+            "fused_moe/op.cc", "fused_moe/op_mx.cc",
+            "fused_moe/template_mx_cuda.cc"}) {
         files.push_back(file);
       }
       return TemplateSourcesDigest(files);
@@ -221,110 +213,41 @@ class Template : public KernelTemplate {
     return "";
   }
 
-  // Cycles of the two products, less what all points share; only the order
-  // matters. The model is that of fused_moe.cuda, whose kernels have the same
-  // shape, with the work of rounding a weight to E4M3 and of a block's scales
-  // added; no constant of it has been fitted to these kernels.
+  // The work of rounding a weight to E4M3 and of a block's scales is added to
+  // that of fused_moe.cuda, whose kernels have the same shape; no constant of
+  // it has been fitted to these kernels.
   //   tiles: how many the interval's largest m is expected to have.
   static double Cost(const Problem& problem, const AxisPoint& point,
                      double tiles) {
-    // Reading partial sums takes the next kernel a round of loads per slice.
-    constexpr double kActivateSplitCycles = 450;
-    constexpr double kCombineSplitCycles = 1900;
-    const Product fc1 = Fc1(problem.geometry);
-    const Product fc2 = Fc2(problem.geometry);
-    const int64_t split1 = point.at("split_fc1");
-    const int64_t split2 = point.at("split_fc2");
-    return ProductCost(problem, point, tiles, fc1, split1) +
-           ProductCost(problem, point, tiles, fc2, split2) +
-           SplitCost(problem, fc1, split1, kActivateSplitCycles) +
-           SplitCost(problem, fc2, split2, kCombineSplitCycles);
-  }
-
-  // fp32 partial sums are written and read again.
-  static double SplitCost(const Problem& problem, const Product& product,
-                          int64_t split, double fixed_cycles) {
-    constexpr double kBytesPerCycle = 28;  // of one multiprocessor
-    if (split == 1) return 0;
-    const double bytes = static_cast<double>(problem.interval.m_max) *
-                         static_cast<double>(problem.geometry.top_k) *
-                         static_cast<double>(product.outputs) * 8 *
-                         static_cast<double>(split);
-    return fixed_cycles + bytes / (std::max(1, problem.device.multiprocessors) *
-                                   kBytesPerCycle);
-  }
-
-  static double ProductCost(const Problem& problem, const AxisPoint& point,
-                            double tiles, const Product& product,
-                            int64_t split) {
-    // Issue slots of a warp: decoding a 16 x 16 tile, its share of one MMA of 8
-    // tokens and of the block's scales, the barrier of a stage, and one 16-byte
-    // copy (twice: in the loop, and before it, where nothing overlaps).
     constexpr double kDecodeCycles = 58;
     constexpr double kUnalignedDecodeCycles = 69;  // bits not a multiple of 4
     constexpr double kMmaCycles = 8;
     constexpr double kFoldCycles = 2;
     constexpr double kQuantisedFoldCycles = 5;
-    constexpr double kStageCycles = 15.5;
-    constexpr double kCopyCycles = 31;
-    constexpr double kFillCopyCycles = 14;
-    constexpr double kWaveCycles = 280;
-    // How much a lone block loses at its barriers, and what part of the last,
-    // partly filled wave is lost.
-    constexpr double kBarrierLoss = 0.15;
-    constexpr double kTailLoss = 0.1;
     const RequestGeometry& geometry = problem.geometry;
-    const DeviceProfile& device = problem.device;
     const int bits = geometry.weights.bits.gate;
     const auto tile = static_cast<double>(point.at("tokens_tile"));
-    const auto warps = static_cast<double>(point.at("warps"));
     const auto channels = static_cast<double>(point.at("channels_tile"));
     const auto k_tile = static_cast<double>(point.at("k_tile"));
-    const auto stages = static_cast<double>(point.at("stages"));
-    const double rows = static_cast<double>(problem.interval.m_max) *
-                        static_cast<double>(geometry.top_k);
-    // Groups of 16 tokens without rows are skipped.
-    const double live = std::min(tile, std::ceil(rows / tiles / 16) * 16);
-    const double strips = channels / 16 / warps;
-    const double slice = std::ceil(static_cast<double>(product.inputs) / 128 /
-                                   static_cast<double>(split)) *
-                         128;
-    const double copies =
-        (k_tile * channels * bits / 128 + channels / 4 + k_tile * tile / 8) /
-        (warps * 32);
-    const double group =
+    GroupedProduct product;
+    product.decode_cycles =
+        bits % 4 == 0 ? kDecodeCycles : kUnalignedDecodeCycles;
+    product.group_cycles =
         kMmaCycles +
         (point.at("activation_bits") == 8 ? kQuantisedFoldCycles : kFoldCycles);
-    const double per_warp =
-        slice / 16 * strips *
-            ((bits % 4 == 0 ? kDecodeCycles : kUnalignedDecodeCycles) +
-             group * live / 8) +
-        slice / k_tile * (kStageCycles + kCopyCycles * copies) +
-        kFillCopyCycles * (stages - 1) * copies;
-    const double blocks = tiles * static_cast<double>(product.outputs) /
-                          channels * static_cast<double>(split);
-
-    // Resident blocks. Registers as the compiler used them: about 44, the
-    // sums, and the fragments of a step.
-    const double registers =
-        std::ceil((44 + 8 * strips + 1.2 * strips * tile / 8 * 4) / 8) * 8;
-    const auto shared = static_cast<double>(SharedBytes(geometry, point));
-    const double resident = std::clamp(
-        std::floor(std::min(
-            {static_cast<double>(device.shared_bytes_per_sm) / (shared + 1024),
-             static_cast<double>(device.registers_per_sm) /
-                 (warps * 32 * registers),
-             2048 / (warps * 32)})),
-        1.0, 32.0);
-    const double processors = std::max(1, device.multiprocessors);
-    const double in_flight = std::min(resident, std::ceil(blocks / processors));
-    // Warps of one of the four sub-cores share its issue slots.
-    const double per_core = std::max(1.0, in_flight * warps / 4);
-    const double wave =
-        per_warp * per_core * (in_flight + kBarrierLoss) / in_flight +
-        kWaveCycles;
-    const double waves = blocks / (processors * in_flight);
-    return wave * std::max(1.0, waves + kTailLoss * (std::ceil(waves) - waves));
+    product.stage_pieces =
+        k_tile * channels * bits / 128 + channels / 4 + k_tile * tile / 8;
+    product.strip_registers = 8;
+    product.shared_bytes = SharedBytes(geometry, point);
+    GroupedProduct fc1 = product;
+    fc1.inputs = geometry.hidden;
+    fc1.outputs = 2 * geometry.intermediate;
+    fc1.split = point.at("split_fc1");
+    GroupedProduct fc2 = product;
+    fc2.inputs = geometry.intermediate;
+    fc2.outputs = geometry.hidden;
+    fc2.split = point.at("split_fc2");
+    return GroupedCycles(problem, point, tiles, fc1, fc2);
   }
 
   SourceUnit Unit(const RequestGeometry& geometry, int part,

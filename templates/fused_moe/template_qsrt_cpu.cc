@@ -24,8 +24,9 @@ constexpr uint64_t kInter = kQsrtIntermediate;
 
 // Headers of qsrt_cpu.cc beside those of device/.
 constexpr const char* kHeaders[] = {
-    "fused_moe/cpu_operand.h", "fused_moe/cpu_routes.h", "fused_moe/mx_block.h",
-    "fused_moe/situ.h", "fused_moe/sqg_vector.h"};
+    "fused_moe/cpu_operand.h", "fused_moe/cpu_routes.h",
+    "fused_moe/mx_block.h",    "fused_moe/situ.h",
+    "fused_moe/sqg_table.h",   "fused_moe/sqg_vector.h"};
 
 uint32_t CeilDiv(int64_t value, int64_t by) {
   return static_cast<uint32_t>((value + by - 1) / by);

@@ -110,12 +110,27 @@ void WaitCopies() {
   kiln::testing::gpu::WaitForAllBut(kPending);
 }
 
+// ld.shared.u8.
+inline u32 LoadShared8(u32 from) {
+  return *kiln::testing::gpu::Shared(from, 1);
+}
+
+// ld.shared.u16.
+inline u32 LoadShared16(u32 from) {
+  u16 v;
+  std::memcpy(&v, kiln::testing::gpu::Shared(from, sizeof v), sizeof v);
+  return v;
+}
+
 // ldmatrix.sync.aligned.m8n8.x4.shared.b16.
 void LoadMatrices(u32 from, u32 (&b)[4]);
 
 // mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32. The sum of 16 products and
 // what it is added to is rounded toward zero once.
 void Mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);
+
+// The same of bf16.bf16.
+void MmaBfloat(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);
 
 inline void MmaFromZero(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   d[0] = d[1] = d[2] = d[3] = 0.0f;

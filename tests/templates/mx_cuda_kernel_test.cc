@@ -22,6 +22,7 @@
 #include "templates/fused_moe/template_mx_cuda.h"
 #include "tests/support/status_matchers.h"
 #include "tests/templates/gpu_emulator.h"
+#include "tests/templates/gpu_plan.h"
 #include "tests/templates/mx_call.h"
 #include "tests/templates/mx_cuda_variant.h"
 #include "tests/templates/test_data.h"
@@ -123,50 +124,10 @@ std::vector<float> RunPlan(const MxCudaVariant& v, const MxCall& call,
     ADD_FAILURE() << body.status();
     return {};
   }
-  const auto h = static_cast<size_t>(problem.geometry.hidden);
-  const auto m = static_cast<uint32_t>(call.problem.tokens);
-  std::vector<uint8_t> arena(body->arena.bytes + 256, poison);
-  uint8_t* base = arena.data();
-  base += 256 - reinterpret_cast<uintptr_t>(base) % 256;
-  // The output with a guard row on both sides.
-  std::vector<float> out((m + 2) * h, NAN);
-  for (const Step& step : body->steps) {
-    const testing::gpu::Entry& entry = v.entries.at(step.entry);
-    EXPECT_EQ(step.args.size(), entry.args) << step.entry;
-    std::vector<uint64_t> args;
-    for (const Arg& arg : step.args) {
-      switch (arg.kind) {
-        case ArgKind::kTokens:
-          args.push_back(m);
-          break;
-        case ArgKind::kArena:
-          args.push_back(reinterpret_cast<uintptr_t>(base) +
-                         body->arena.slices[arg.value].offset);
-          break;
-        case ArgKind::kParam:
-          args.push_back(
-              arg.value == static_cast<uint64_t>(MxParam::kOut)
-                  ? reinterpret_cast<uintptr_t>(out.data() + h)
-                  : reinterpret_cast<uintptr_t>(call.problem.slots[arg.value]));
-          break;
-        default:
-          args.push_back(arg.value);
-      }
-    }
-    testing::gpu::Launch launch;
-    launch.grid = {static_cast<uint32_t>(step.grid[0].Evaluate(m)),
-                   static_cast<uint32_t>(step.grid[1].Evaluate(m)), 1};
-    launch.threads = step.block[0];
-    launch.shared_bytes = step.dynamic_shared_bytes;
-    launch.order = order;
-    testing::gpu::Run(launch, [&] { entry.call(args); });
-  }
-  for (size_t i = 0; i < h; ++i) {
-    EXPECT_TRUE(std::isnan(out[i]));
-    EXPECT_TRUE(std::isnan(out[out.size() - 1 - i]));
-  }
-  return std::vector<float>(out.begin() + static_cast<ptrdiff_t>(h),
-                            out.end() - static_cast<ptrdiff_t>(h));
+  return testing::gpu::RunPlan(
+      *body, v.entries, static_cast<uint32_t>(call.problem.tokens),
+      call.problem.slots, static_cast<uint64_t>(MxParam::kOut), v.hidden,
+      poison, order);
 }
 
 class MxCudaKernelTest : public ::testing::TestWithParam<MxCudaVariant> {

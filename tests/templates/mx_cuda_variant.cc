@@ -14,6 +14,8 @@
 #include "tests/templates/gpu_intrinsics.h"
 // After what replaces the instructions.
 #include "cuda/grouped.h"
+#include "cuda/ring.h"
+#include "fused_moe/mx_warp.h"
 
 #define KILN_JOIN_(a, b) a##b
 #define KILN_JOIN(a, b) KILN_JOIN_(a, b)

@@ -31,6 +31,7 @@
 #include "tests/support/native_layer.h"
 #include "tests/support/status_matchers.h"
 #include "tests/templates/cpu_plan.h"
+#include "tests/templates/qsrt_call.h"
 #include "tests/templates/qsrt_cpu_variant.h"
 #include "tests/templates/test_data.h"
 
@@ -38,73 +39,16 @@ namespace kiln {
 namespace {
 
 using nlohmann::json;
+using testing::QsrtCall;
 using testing::QsrtCpuVariant;
 using testing::QsrtCpuVariants;
+using testing::QsrtGeometryOf;
 using testing::VectorsFolder;
-
-constexpr uint32_t kTokensMax = 64;  // of the 8-bit arm
-
-size_t Slot(QsrtParam param) { return static_cast<size_t>(param); }
-
-RequestGeometry GeometryOf(const QsrtCpuVariant& v) {
-  RequestGeometry g;
-  g.hidden = v.hidden;
-  g.intermediate = 256;
-  g.experts = v.experts;
-  g.top_k = v.top_k;
-  g.activation = v.activation == 0   ? Activation::kSilu
-                 : v.activation == 1 ? Activation::kSitu
-                                     : Activation::kPerExpert;
-  g.io_dtype = v.x_bf16 ? DType::kBf16 : DType::kF16;
-  g.id_dtype = v.id_i64 ? DType::kI64 : DType::kI32;
-  g.weights.format = WeightFormat::kQsrt;
-  g.weights.shared_scales = v.shared_suh;
-  g.recipe = v.activation_bits == 8 ? Recipe::kW4A8 : Recipe::kW4A16;
-  g.qsrt.pairs = v.other_low == 2 ? PairKinds::kP24P33 : PairKinds::kP33P43;
-  g.qsrt.decode_max_tokens = v.activation_bits == 8 ? kTokensMax : 0;
-  return g;
-}
-
-// ---- one call --------------------------------------------------------------
-
-// The buffers of a parameter block.
-struct Call {
-  // Those of a draw of the workload.
-  Call(const QsrtWorkload& workload, DrawKind kind, uint32_t draw, uint32_t m)
-      : geometry(workload.geometry()),
-        tokens(m),
-        buffers(workload.TokenInputs(kind, draw, m)) {
-    for (size_t i = 0; i < buffers.size(); ++i) {
-      if (buffers[i].empty()) buffers[i] = std::string(workload.Constant(i));
-    }
-  }
-
-  std::string& at(QsrtParam param) { return buffers[Slot(param)]; }
-
-  std::vector<const void*> Slots() const {
-    std::vector<const void*> slots;
-    for (const std::string& buffer : buffers) slots.push_back(buffer.data());
-    return slots;
-  }
-
-  std::vector<double> Expected(ReferenceMode mode) const {
-    const std::vector<const void*> slots = Slots();
-    const QsrtProblem problem(geometry, tokens, slots);
-    std::vector<int64_t> rows(tokens);
-    std::iota(rows.begin(), rows.end(), 0);
-    std::vector<double> out(rows.size() * static_cast<size_t>(geometry.hidden));
-    FusedMoeReferenceRows(problem.problem(), rows, mode, out.data(), 2);
-    return out;
-  }
-
-  RequestGeometry geometry;
-  uint32_t tokens;
-  std::vector<std::string> buffers;
-};
+using testing::WorstError;
 
 // Launches the template's plan for `capacity` tokens on the variant, with an
 // arena of `poison`. Returns [m][H].
-std::vector<float> RunPlan(const QsrtCpuVariant& v, const Call& call,
+std::vector<float> RunPlan(const QsrtCpuVariant& v, const QsrtCall& call,
                            uint32_t capacity, uint8_t poison) {
   Problem problem;
   problem.geometry = call.geometry;
@@ -129,24 +73,6 @@ std::vector<float> RunPlan(const QsrtCpuVariant& v, const Call& call,
                              v.hidden, poison);
 }
 
-// Largest relative error of a row; a row of zeros must be met exactly.
-double WorstError(const std::vector<float>& got,
-                  const std::vector<double>& want, size_t width) {
-  double worst = 0;
-  for (size_t at = 0; at < got.size(); at += width) {
-    double difference = 0;
-    double norm = 0;
-    for (size_t c = at; c < at + width; ++c) {
-      difference += (got[c] - want[c]) * (got[c] - want[c]);
-      norm += want[c] * want[c];
-    }
-    const double error = norm == 0 ? (difference == 0 ? 0 : INFINITY)
-                                   : std::sqrt(difference / norm);
-    worst = std::max(worst, error);
-  }
-  return worst;
-}
-
 // NaN equals NaN, whatever its bits.
 bool SameBits(const std::vector<float>& got, const std::vector<double>& want) {
   if (got.size() != want.size()) return false;
@@ -160,7 +86,7 @@ bool SameBits(const std::vector<float>& got, const std::vector<double>& want) {
 
 class QsrtCpuKernelTest : public ::testing::TestWithParam<QsrtCpuVariant> {
  protected:
-  QsrtCpuKernelTest() : workload_(GeometryOf(GetParam()), 11) {}
+  QsrtCpuKernelTest() : workload_(QsrtGeometryOf(GetParam()), 11) {}
 
   bool quantised() const { return GetParam().activation_bits == 8; }
 
@@ -183,7 +109,7 @@ TEST_P(QsrtCpuKernelTest, EqualsTheSequentialReferenceBitForBit) {
     for (const uint32_t tokens : {1u, 19u}) {
       SCOPED_TRACE(std::string(DrawKindName(kind)) +
                    " m=" + std::to_string(tokens));
-      const Call call(workload_, kind, 0, tokens);
+      const QsrtCall call(workload_, kind, 0, tokens);
       const std::vector<float> out = RunPlan(GetParam(), call, 24, 0xFF);
       EXPECT_TRUE(SameBits(out, call.Expected(sequential())));
       if (kind != DrawKind::kUniform) continue;
@@ -196,7 +122,7 @@ TEST_P(QsrtCpuKernelTest, EqualsTheSequentialReferenceBitForBit) {
 
 TEST_P(QsrtCpuKernelTest, KeepsTheToleranceOfItsArm) {
   const QsrtCpuVariant& v = GetParam();
-  const Call call(workload_, DrawKind::kUniform, 1, 10);
+  const QsrtCall call(workload_, DrawKind::kUniform, 1, 10);
   const std::vector<float> out = RunPlan(v, call, 10, 0x7B);
   EXPECT_LE(WorstError(out,
                        call.Expected(quantised() ? ReferenceMode::kStagedW4A8
@@ -208,7 +134,7 @@ TEST_P(QsrtCpuKernelTest, KeepsTheToleranceOfItsArm) {
 }
 
 TEST_P(QsrtCpuKernelTest, ReadsNothingThatTheLaunchDidNotWrite) {
-  const Call call(workload_, DrawKind::kRagged, 2, 9);
+  const QsrtCall call(workload_, DrawKind::kRagged, 2, 9);
   const std::vector<float> first = RunPlan(GetParam(), call, 20, 0xFF);
   for (const uint8_t poison : {uint8_t{0x00}, uint8_t{0x7B}}) {
     const std::vector<float> again = RunPlan(GetParam(), call, 20, poison);
@@ -224,13 +150,9 @@ TEST_P(QsrtCpuKernelTest, ServesEveryPairOfModes) {
   std::set<std::vector<float>> results;
   for (int modes = 0; modes < 4; ++modes) {
     SCOPED_TRACE(modes);
-    Call call(workload_, DrawKind::kUniform, 3, 5);
-    std::vector<int32_t> fc1(v.experts, modes & 1);
-    std::vector<int32_t> fc2(v.experts, modes >> 1);
-    std::memcpy(call.at(QsrtParam::kModesFc1).data(), fc1.data(),
-                4 * v.experts);
-    std::memcpy(call.at(QsrtParam::kModesFc2).data(), fc2.data(),
-                4 * v.experts);
+    QsrtCall call(workload_, DrawKind::kUniform, 3, 5);
+    call.Set(QsrtParam::kModesFc1, std::vector<int32_t>(v.experts, modes & 1));
+    call.Set(QsrtParam::kModesFc2, std::vector<int32_t>(v.experts, modes >> 1));
     const std::vector<float> out = RunPlan(v, call, 5, 0xFF);
     EXPECT_TRUE(SameBits(out, call.Expected(sequential())));
     results.insert(out);
@@ -240,7 +162,7 @@ TEST_P(QsrtCpuKernelTest, ServesEveryPairOfModes) {
 
 TEST_P(QsrtCpuKernelTest, NanInATokenStaysInItsRow) {
   const QsrtCpuVariant& v = GetParam();
-  Call call(workload_, DrawKind::kUniform, 4, 8);
+  QsrtCall call(workload_, DrawKind::kUniform, 4, 8);
   const std::vector<float> before = RunPlan(v, call, 8, 0xFF);
   const uint16_t nan = v.x_bf16 ? 0x7FC0 : 0x7E00;
   std::memcpy(call.at(QsrtParam::kX).data() + 2 * (2 * v.hidden + 100), &nan,
@@ -258,10 +180,9 @@ TEST_P(QsrtCpuKernelTest, NanInATokenStaysInItsRow) {
 TEST_P(QsrtCpuKernelTest, AnExpertsActivationIsItsOwn) {
   const QsrtCpuVariant& v = GetParam();
   if (v.activation != 2) GTEST_SKIP() << "one activation for all experts";
-  Call call(workload_, DrawKind::kUniform, 5, 6);
-  const auto run = [&](std::vector<int32_t> numbers) {
-    std::memcpy(call.at(QsrtParam::kActivations).data(), numbers.data(),
-                4 * v.experts);
+  QsrtCall call(workload_, DrawKind::kUniform, 5, 6);
+  const auto run = [&](const std::vector<int32_t>& numbers) {
+    call.Set(QsrtParam::kActivations, numbers);
     const std::vector<float> out = RunPlan(v, call, 6, 0xFF);
     EXPECT_TRUE(SameBits(out, call.Expected(sequential())));
     return out;
@@ -282,8 +203,8 @@ TEST(QsrtCpuKernelTest, AllCandidatesOfAnArmGiveEqualBits) {
       first;
   size_t compared = 0;
   for (const QsrtCpuVariant& v : QsrtCpuVariants()) {
-    const QsrtWorkload workload(GeometryOf(v), 11);
-    const Call call(workload, DrawKind::kRagged, 8, 9);
+    const QsrtWorkload workload(QsrtGeometryOf(v), 11);
+    const QsrtCall call(workload, DrawKind::kRagged, 8, 9);
     const std::vector<float> out = RunPlan(v, call, 9, 0xFF);
     const auto [it, inserted] =
         first.try_emplace({v.hidden, v.experts, v.other_low, v.activation,
@@ -353,93 +274,16 @@ TEST(SqgVectorTest, TheTableOfAllStatesIsTheCompactDecoder) {
 
 // ---- vector files ----------------------------------------------------------
 
-void CopyHalves(const json& from, std::string* to) {
-  const auto halves = from.get<std::vector<uint16_t>>();
-  ASSERT_EQ(2 * halves.size(), to->size());
-  std::memcpy(to->data(), halves.data(), to->size());
-}
-
-// A vector file's matrices have one rate and 128 intermediate channels: they
-// become the low records of experts whose high ones have scales of zero.
-void CopyMatrix(const json& file, const std::string& name, uint64_t stream,
-                size_t experts, size_t columns, size_t rows, size_t low,
-                size_t high, std::string* to) {
-  const size_t count = experts * rows * columns / 16 * low;
-  testing::SplitMix64 random(file.at("case").at("seed").get<uint64_t>() +
-                             stream);
-  const std::vector<uint16_t> words = random.Words(count);
-  ASSERT_EQ(testing::Sha256Hex(words),
-            file.at("case").at("payload_sha256").at(name))
-      << name;
-  const bool fc1 = name != "down";
-  // Of the low record and of both, between neighbouring hidden tiles of fc1,
-  // or of a whole expert of fc2.
-  const size_t pieces = fc1 ? experts * rows / 16 : experts;
-  const size_t piece = count / pieces;
-  const size_t both = piece / low * (low + high);
-  for (size_t i = 0; i < pieces; ++i) {
-    std::memcpy(to->data() + 2 * i * both, words.data() + i * piece, 2 * piece);
-  }
-}
-
-// [gate_svh | up_svh | down_suh] of each expert.
-void CopyRotations(const json& file, size_t experts, std::string* to) {
-  std::fill(to->begin(), to->end(), '\0');
-  const char* const tables[] = {"gate_svh", "up_svh", "down_suh"};
-  for (size_t t = 0; t < 3; ++t) {
-    const auto halves =
-        file.at("case").at(tables[t]).get<std::vector<uint16_t>>();
-    ASSERT_EQ(halves.size(), 128 * experts);
-    for (size_t e = 0; e < experts; ++e) {
-      std::memcpy(to->data() + 2 * (3 * e + t) * 256, halves.data() + 128 * e,
-                  256);
-    }
-  }
-}
-
 class QsrtVectorFileTest : public ::testing::TestWithParam<QsrtCpuVariant> {
  protected:
   // mode: of both products. low, high: its rates.
   void Expect(const std::string& name, int32_t mode, size_t low, size_t high) {
     const QsrtCpuVariant& v = GetParam();
-    const json file = testing::ReadJson(VectorsFolder() / name);
-    const json& c = file.at("case");
-    ASSERT_EQ(c.at("K").get<size_t>(), low);
-    const QsrtWorkload workload(GeometryOf(v), 11);
-    Call call(workload, DrawKind::kUniform, 0, 3);
-    const size_t e = v.experts;
-    CopyMatrix(file, "gate", 1, e, 128, v.hidden, low, high,
-               &call.at(QsrtParam::kWGate));
-    CopyMatrix(file, "up", 2, e, 128, v.hidden, low, high,
-               &call.at(QsrtParam::kWUp));
-    CopyMatrix(file, "down", 3, e, v.hidden, 128, low, high,
-               &call.at(QsrtParam::kWDown));
-    CopyHalves(c.at("gate_suh"), &call.at(QsrtParam::kGateSuh));
-    CopyHalves(c.at("up_suh"), &call.at(QsrtParam::kUpSuh));
-    CopyHalves(c.at("down_svh"), &call.at(QsrtParam::kDownSvh));
-    CopyRotations(file, e, &call.at(QsrtParam::kRotations));
-    CopyHalves(c.at("x_fp16"), &call.at(QsrtParam::kX));
-    const std::vector<int32_t> modes(e, mode);
-    std::memcpy(call.at(QsrtParam::kModesFc1).data(), modes.data(), 4 * e);
-    std::memcpy(call.at(QsrtParam::kModesFc2).data(), modes.data(), 4 * e);
-    std::string* ids = &call.at(QsrtParam::kTopkIds);
-    std::string* weights = &call.at(QsrtParam::kTopkWeights);
-    ids->clear();
-    weights->clear();
-    for (size_t t = 0; t < 3; ++t) {
-      for (size_t j = 0; j < v.top_k; ++j) {
-        const int32_t id = c.at("topk_ids").at(t).at(j);
-        const float weight = c.at("topk_weights_f32").at(t).at(j);
-        ids->append(reinterpret_cast<const char*>(&id), 4);
-        weights->append(reinterpret_cast<const char*>(&weight), 4);
-      }
-    }
+    const QsrtWorkload workload(QsrtGeometryOf(v), 11);
+    QsrtCall call(workload, DrawKind::kUniform, 0, testing::kQsrtFileTokens);
     std::vector<double> expected;
-    for (const json& row :
-         c.at(v.activation_bits == 8 ? "expected_staged_w4a8_f32"
-                                     : "expected_staged_w4a16_f32")) {
-      for (const json& value : row) expected.push_back(value);
-    }
+    testing::FillFromQsrtFile(name, mode, low, high, &call, &expected);
+    ASSERT_FALSE(HasFatalFailure());
     const std::vector<float> out = RunPlan(v, call, 3, 0xFF);
     EXPECT_LE(WorstError(out, expected, v.hidden), 1e-3) << v.name;
   }
@@ -492,8 +336,8 @@ void ExpectRunsOn(TrellisSource* source, const std::string& prefix,
     ASSERT_EQ(v.hidden, layout.hidden);
     ASSERT_EQ(v.experts, layout.experts);
     ASSERT_EQ(v.shared_suh, layout.shared_scales);
-    const QsrtWorkload workload(GeometryOf(v), 11);
-    Call call(workload, DrawKind::kUniform, 0, 6);
+    const QsrtWorkload workload(QsrtGeometryOf(v), 11);
+    QsrtCall call(workload, DrawKind::kUniform, 0, 6);
     const QsrtParam params[] = {QsrtParam::kWGate,  QsrtParam::kWUp,
                                 QsrtParam::kWDown,  QsrtParam::kGateSuh,
                                 QsrtParam::kUpSuh,  QsrtParam::kRotations,
@@ -508,10 +352,8 @@ void ExpectRunsOn(TrellisSource* source, const std::string& prefix,
       }
       call.at(params[i]) = tensor;
     }
-    std::memcpy(call.at(QsrtParam::kModesFc1).data(), fc1.data(),
-                4 * fc1.size());
-    std::memcpy(call.at(QsrtParam::kModesFc2).data(), fc2.data(),
-                4 * fc2.size());
+    call.Set(QsrtParam::kModesFc1, fc1);
+    call.Set(QsrtParam::kModesFc2, fc2);
     // Scales of the part do not take back the growth of products, which a
     // binary16 would not hold for x of order one: 2^-6 of it.
     ASSERT_TRUE(v.x_bf16);

@@ -65,7 +65,6 @@ TEST(FusedMoeQsrtCpuTemplateTest, IsTheOneForItsFormat) {
   const RequestGeometry geometry = ProblemFor(1, 1).geometry;
   EXPECT_THAT(TemplatesFor(geometry, Backend::kCpu),
               ElementsAre(FusedMoeQsrtCpuTemplate()));
-  EXPECT_THAT(TemplatesFor(geometry, Backend::kCuda), IsEmpty());
 }
 
 TEST(FusedMoeQsrtCpuTemplateTest, ServesItsFormatOnCpuTargetsOnly) {

@@ -843,25 +843,39 @@ class MissingThingsTest(CliTest):
                 "cpu", *verb[1:]], cache="no cc")
         self.assertFalse((SCRATCH / "no_cc.kiln").exists())
 
-    @need_nvrtc
-    def test_trellis_mx_compiles_both_arms_for_gpu_targets(self):
-        mx = {**REQUEST, "name": "mx", "hidden": 512, "recipe": "w4a8",
-              "weights": {"format": "trellis_mx", "bits": 5, "limit": "10"},
-              "smallm_max_tokens": 4, "capacities": [4, 9]}
-        path = write("mx.json", manifest(mx))
+    def expect_compiled(self, request, template, bits):
+        """Both arms of a request for every kind of GPU; bits: of theirs."""
+        name = request["name"]
+        path = write(name + ".json", manifest(request))
         for target in ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"):
             done = kiln("--json", "prewarm", path, "--target", target,
-                        "--max-candidates", "1", "--compile-only", cache="mx")
+                        "--max-candidates", "2", "--compile-only", cache=name)
             self.assertEqual(done.code, DONE, done)
             report = done.json()
             self.assertEqual(report["rejects"], 0, report)
-            self.assertEqual([(plan["m_max"], plan["state"],
-                               plan["winner"].split(",")[0])
-                              for plan in report["plans"]],
-                             [(4, "predicted",
-                               "fused_moe.mx_cuda{activation_bits=16"),
-                              (9, "predicted",
-                               "fused_moe.mx_cuda{activation_bits=8")], report)
+            self.assertEqual(
+                [(plan["m_max"], plan["state"], plan["winner"].split(",")[0])
+                 for plan in report["plans"]],
+                [(m, "predicted", f"{template}{{activation_bits={b}")
+                 for m, b in zip((4, 9), bits)], report)
+
+    @need_nvrtc
+    def test_trellis_mx_compiles_both_arms_for_gpu_targets(self):
+        self.expect_compiled(
+            {**REQUEST, "name": "mx", "hidden": 512, "recipe": "w4a8",
+             "weights": {"format": "trellis_mx", "bits": 5, "limit": "10"},
+             "smallm_max_tokens": 4, "capacities": [4, 9]},
+            "fused_moe.mx_cuda", (16, 8))
+
+    # Two candidates are one of each way to decode.
+    @need_nvrtc
+    def test_qsrt_compiles_both_arms_for_gpu_targets(self):
+        self.expect_compiled(
+            {**REQUEST, "name": "qsrt", "intermediate": 256, "recipe": "w4a8",
+             "weights": {"format": "qsrt", "pairs": "p24_p33",
+                         "scales": "per_expert"},
+             "decode_max_tokens": 4, "capacities": [4, 9]},
+            "fused_moe.qsrt_cuda", (8, 16))
 
     @need_nvrtc
     def test_without_a_gpu_plans_are_predicted_and_incomplete(self):

@@ -375,26 +375,22 @@ TEST(PlannerTest, SaysSoWhenNoTemplateServesTheFormat) {
                      HasSubstr("on sm_90a"))));
 }
 
-TEST(PlannerTest, PlansQsrtOnCpuTargetsAndRefusesOthersByName) {
+TEST(PlannerTest, PlansQsrt) {
   RequestGeometry geometry = Qwen();
   geometry.intermediate = 256;
   geometry.weights.format = WeightFormat::kQsrt;
-  ASSERT_OK_AND_ASSIGN(
-      const IntervalPlan plan,
-      Planner(geometry, ProfileOf("cpu-x86-64-v3"), TestToolchain(), {4})
-          .Plan({5, 17}));
-  EXPECT_EQ(plan.candidates.size(), 4u);
-  for (const PlannedCandidate& candidate : plan.candidates) {
-    EXPECT_EQ(candidate.body.template_name, "fused_moe.qsrt_cpu");
+  for (const auto& [target, name] :
+       {std::pair{"cpu-x86-64-v3", "fused_moe.qsrt_cpu"},
+        {"sm_90a", "fused_moe.qsrt_cuda"}}) {
+    ASSERT_OK_AND_ASSIGN(
+        const IntervalPlan plan,
+        Planner(geometry, ProfileOf(target), TestToolchain(), {4})
+            .Plan({5, 17}));
+    EXPECT_EQ(plan.candidates.size(), 4u);
+    for (const PlannedCandidate& candidate : plan.candidates) {
+      EXPECT_EQ(candidate.body.template_name, name);
+    }
   }
-  Manifest manifest;
-  manifest.requests.resize(1);
-  manifest.requests[0].name = "part";
-  manifest.requests[0].geometry = geometry;
-  EXPECT_THAT(CheckOpsServed(manifest, {ProfileOf("sm_90a").target}),
-              StatusIs(absl::StatusCode::kUnimplemented,
-                       HasSubstr("over weights of qsrt on sm_90a, which "
-                                 "request \"part\" is for")));
 }
 
 TEST(PlannerTest, PlansLinear) {

@@ -149,6 +149,14 @@ TEST(PromiseTest, IsWhatTheNumericsClassSays) {
   EXPECT_EQ(grouped_mma.oracle, ReferenceMode::kStagedW4A8);
   EXPECT_EQ(grouped_mma.mode, ReferenceMode::kStagedW4A8);
   EXPECT_EQ(grouped_mma.row_error_max, 1e-2);
+  const Promise w4a16 = PromiseOf("qsrt.w4a16.mma.fc1x2.fc2x1", 2e-3);
+  EXPECT_EQ(w4a16.oracle, ReferenceMode::kFloat64);
+  EXPECT_EQ(w4a16.mode, ReferenceMode::kStaged);
+  EXPECT_EQ(w4a16.row_error_max, 2e-3);
+  const Promise w4a8 = PromiseOf("qsrt.w4a8.mma.fc1x1.fc2x2", 2e-2);
+  EXPECT_EQ(w4a8.oracle, ReferenceMode::kStagedW4A8);
+  EXPECT_EQ(w4a8.mode, ReferenceMode::kStagedW4A8);
+  EXPECT_EQ(w4a8.row_error_max, 2e-2);
   const Promise unknown = PromiseOf("w8a8.f8", 1e-2);
   EXPECT_EQ(unknown.mode, ReferenceMode::kStaged);
   EXPECT_EQ(unknown.row_error_max, 1e-2);

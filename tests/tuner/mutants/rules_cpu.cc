@@ -534,7 +534,7 @@ constexpr MutationRule kRules[] = {
     {kRounding, kOperand, "Store", "RoundHalves<L>", ""},
     {kCodebook, kSqg, "SqgGroupsOf", "x >> 11", "x >> 10"},
     {kCodebook, kSqg, "SqgGroupsOf", "K - 1 - i", "i"},
-    {kCodebook, kSqg, "SqgGroupsOf", "0xC928FD8Eu", "0xC928FE8Eu"},
+    {kCodebook, kSqg, "SqgGroupsOf", "kSqgAddend", "(kSqgAddend + 256u)"},
     {kCodebook, kQsrt, "Table", "rate + kLeastBits == 3",
      "rate + kLeastBits == 4"},
     {kRotation, kQsrt, "RotateAndScale", "kd::VectorHadamard128<kLanes>(v);",

@@ -1,0 +1,430 @@
+#include "templates/fused_moe/template_qsrt_cuda.h"
+
+#include <algorithm>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "compiler/base/status_macros.h"
+#include "templates/axes.h"
+#include "templates/fused_moe/grouped_cost.h"
+#include "templates/fused_moe/op.h"
+#include "templates/fused_moe/op_qsrt.h"
+#include "templates/registry.h"
+
+namespace kiln {
+namespace {
+
+constexpr uint32_t kRouteThreads = 1024;
+constexpr uint32_t kRouteWarps = kRouteThreads / 32;
+constexpr uint32_t kHelperThreads = 128;
+constexpr uint32_t kHelperWarps = kHelperThreads / 32;
+constexpr auto kInter = static_cast<uint32_t>(kQsrtIntermediate);
+constexpr uint32_t kBlock = 128;  // H128, and the channels of a record
+constexpr uint32_t kRecords = kInter / kBlock;
+// Sums that a thread may hold without spilling.
+constexpr int64_t kSumsMax = 128;
+// The codebook's tables: a 16-bit number for every 16 ranks, or a byte for each
+// state of a rate.
+constexpr int64_t kRankTableBytes = 8192;
+constexpr int64_t kStateTableBytes = 65536;
+constexpr int64_t kBitsMax = 4;  // of a record
+
+// Headers of qsrt_cuda.cu beside those of device/.
+constexpr const char* kHeaders[] = {
+    "cuda/grouped.h",           "cuda/ring.h",          "cuda/warp.h",
+    "fused_moe/mx_block.h",     "fused_moe/mx_warp.h",  "fused_moe/situ.h",
+    "fused_moe/sqg_fragment.h", "fused_moe/sqg_table.h"};
+
+int64_t BitsOf(QsrtArm arm) { return arm == QsrtArm::kW4A16 ? 16 : 8; }
+
+// Rates that experts may have, from the lowest to 4.
+uint32_t RatesOf(const RequestGeometry& geometry) {
+  return geometry.qsrt.pairs == PairKinds::kP24P33 ? 3 : 2;
+}
+
+// Of the table that fc1 reads.
+int64_t Fc1TableBytes(const AxisPoint& point) {
+  return point.at("codewords") == 1 ? kStateTableBytes : kRankTableBytes;
+}
+
+// A table, and a ring of packed weights, with room for those of the highest
+// rate, and padded operand rows.
+int64_t SharedBytes(int64_t table_bytes, const AxisPoint& point) {
+  const int64_t k_tile = point.at("k_tile");
+  return table_bytes + point.at("stages") *
+                           (k_tile * point.at("channels_tile") * kBitsMax / 8 +
+                            point.at("tokens_tile") * (k_tile + 8) * 2);
+}
+
+class Template : public KernelTemplate {
+ public:
+  absl::string_view name() const override { return "fused_moe.qsrt_cuda"; }
+
+  uint32_t version() const override { return 1; }
+
+  Digest sources() const override {
+    static const Digest digest = [] {
+      std::vector<std::string> files(std::begin(kHeaders), std::end(kHeaders));
+      for (const char* file :
+           {"axes.cc", "fused_moe/grouped_cost.cc", "fused_moe/op.cc",
+            "fused_moe/op_qsrt.cc", "fused_moe/qsrt_cuda.cu",
+            "fused_moe/template_qsrt_cuda.cc"}) {
+        files.push_back(file);
+      }
+      return TemplateSourcesDigest(files);
+    }();
+    return digest;
+  }
+
+  Op op() const override { return Op::kFusedMoe; }
+
+  WeightFormat format() const override { return WeightFormat::kQsrt; }
+
+  Backend backend() const override { return Backend::kCuda; }
+
+  absl::Status Supports(const RequestGeometry& geometry,
+                        const Target& target) const override {
+    if (geometry.op != Op::kFusedMoe ||
+        geometry.weights.format != WeightFormat::kQsrt ||
+        target.backend != Backend::kCuda || target.level < 80) {
+      return absl::UnimplementedError(
+          absl::StrCat(name(),
+                       " serves fused_moe over weights of qsrt on sm_80 and "
+                       "later, not on ",
+                       target.ToString()));
+    }
+    return absl::OkStatus();
+  }
+
+  ParamSpace Enumerate(const Problem& problem,
+                       size_t points_max) const override {
+    const std::vector<Axis> axes = Axes();
+    std::map<int64_t, double> tiles;
+    for (const Axis& axis : axes) {
+      if (axis.name != "tokens_tile") continue;
+      for (const int64_t tile : axis.values) {
+        tiles[tile] =
+            FusedMoeTilesExpected(problem.geometry, static_cast<uint32_t>(tile),
+                                  problem.interval.m_max);
+      }
+    }
+    ParamSpace space = OrderPoints(
+        axes, {"stages"},
+        [&](const AxisPoint& point) { return Constraint(problem, point); },
+        [&](const AxisPoint& point) {
+          return Cost(problem, point, tiles.at(point.at("tokens_tile")));
+        },
+        std::numeric_limits<size_t>::max());
+    Alternate(&space.points);
+    if (space.points.size() > points_max) space.points.resize(points_max);
+    return space;
+  }
+
+  absl::StatusOr<PlanBody> MakeBody(
+      const Problem& problem, const Assignment& assignment) const override {
+    const std::vector<Axis> axes = Axes();
+    RETURN_IF_ERROR(CheckAssignment(axes, assignment));
+    const std::string broken =
+        Constraint(problem, AxisPoint(&axes, assignment));
+    if (!broken.empty()) return absl::InvalidArgumentError(broken);
+    ASSIGN_OR_RETURN(const QsrtArm arm,
+                     QsrtArmOf(problem.geometry, problem.interval));
+    PlanBody body;
+    body.template_name = std::string(name());
+    body.template_version = version();
+    body.assignment = assignment;
+    // A sum's order depends on the number of K slices alone.
+    body.numerics_class = absl::StrCat("qsrt.", QsrtArmName(arm), ".mma.fc1x",
+                                       assignment.at("split_fc1"), ".fc2x",
+                                       assignment.at("split_fc2"));
+    body.tolerance = QsrtTolerance(arm);
+    body.deterministic = true;
+    body.overlapped = problem.device.target.level >= 90;
+    body.params = QsrtParams(problem.geometry);
+    AddSteps(problem, AxisPoint(&axes, assignment), &body);
+    return body;
+  }
+
+  std::vector<SourceUnit> MakeUnits(
+      const RequestGeometry& geometry, const Target&,
+      const Assignment& assignment) const override {
+    std::vector<std::string> support = {"kiln_qsrt_activate",
+                                        "kiln_qsrt_combine"};
+    if (!geometry.weights.shared_scales) support.push_back("kiln_qsrt_rotate");
+    support.push_back("kiln_qsrt_route");
+    // Of the arm of 16 bits, whether or not this candidate launches it.
+    if (assignment.at("activation_bits") == 16) {
+      support.push_back("kiln_qsrt_table");
+    }
+    return {
+        Unit(geometry, assignment, 0, {"activation_bits"}, std::move(support)),
+        Unit(geometry, assignment, 1,
+             {"activation_bits", "tokens_tile", "channels_tile", "k_tile",
+              "warps", "stages", "codewords"},
+             {"kiln_qsrt_fc1", "kiln_qsrt_fc2"})};
+  }
+
+ private:
+  static std::vector<Axis> Axes() {
+    return {{"activation_bits", {16, 8}},
+            {"tokens_tile", {8, 16, 32, 48, 64, 96, 128}},
+            {"channels_tile", {64, 128}},
+            {"k_tile", {64, 128}},
+            {"warps", {4, 8}},
+            {"stages", {2, 3, 4, 6}},
+            {"codewords", {0, 1}},
+            {"split_fc1", {1, 2, 4, 8}},
+            {"split_fc2", {1, 2}}};
+  }
+
+  // Points of both ways to decode in turn, each in its order: which is faster
+  // is for a race to say, however short the prefix that it takes.
+  static void Alternate(std::vector<Assignment>* points) {
+    if (points->empty()) return;
+    const int64_t first = points->front().at("codewords");
+    const auto other = std::stable_partition(
+        points->begin(), points->end(), [first](const Assignment& point) {
+          return point.at("codewords") == first;
+        });
+    std::vector<Assignment> turns;
+    auto a = points->begin();
+    auto b = other;
+    while (a != other || b != points->end()) {
+      if (a != other) turns.push_back(std::move(*a++));
+      if (b != points->end()) turns.push_back(std::move(*b++));
+    }
+    *points = std::move(turns);
+  }
+
+  // Empty, or the rule that the point breaks.
+  static std::string Constraint(const Problem& problem,
+                                const AxisPoint& point) {
+    const absl::StatusOr<QsrtArm> arm =
+        QsrtArmOf(problem.geometry, problem.interval);
+    if (!arm.ok()) return std::string(arm.status().message());
+    if (point.at("activation_bits") != BitsOf(*arm)) {
+      return absl::StrCat("activation_bits ", point.at("activation_bits"),
+                          ": the interval is that of the ", QsrtArmName(*arm),
+                          " arm, which has ", BitsOf(*arm));
+    }
+    if (point.at("codewords") == 1 && *arm != QsrtArm::kW4A16) {
+      return absl::StrCat(
+          "codewords 1 is a table of the w4a16 arm, not of the ",
+          QsrtArmName(*arm), " arm");
+    }
+    const int64_t channels = point.at("channels_tile");
+    const int64_t warps = point.at("warps");
+    if (channels < 16 * warps) {
+      return absl::StrCat("channels_tile ", channels, " gives ", warps,
+                          " warps less than one tile of 16 channels each");
+    }
+    const int64_t sums =
+        channels / 16 / warps * point.at("tokens_tile") / 8 * 4;
+    if (sums > kSumsMax) {
+      return absl::StrCat(sums, " sums per thread, at most ", kSumsMax,
+                          " fit the registers");
+    }
+    if (point.at("split_fc1") > problem.geometry.hidden / kBlock) {
+      return "more K slices than blocks of 128 input channels";
+    }
+    const int64_t shared = SharedBytes(Fc1TableBytes(point), point);
+    if (shared > problem.device.shared_bytes_max) {
+      return absl::StrCat("shared memory ", shared, " B exceeds the ",
+                          problem.device.shared_bytes_max, " B of a block on ",
+                          problem.device.target.ToString());
+    }
+    return "";
+  }
+
+  // What sqg_e4m3 costs to decode is added to the work of fused_moe.cuda, whose
+  // kernels have the same shape: by instructions as they are counted, and for
+  // the table of all states by what its look-ups take of shared memory. No
+  // constant has been fitted to these kernels. Records have 3 bits on average,
+  // or a little more.
+  //   tiles: how many the interval's largest m is expected to have.
+  static double Cost(const Problem& problem, const AxisPoint& point,
+                     double tiles) {
+    constexpr double kRankCycles = 115;
+    constexpr double kStateCycles = 85;
+    constexpr double kTableStepCycles = 4000;  // a launch, and making tables
+    constexpr double kMmaCycles = 8;
+    constexpr double kBits = 3;
+    const auto tile = static_cast<double>(point.at("tokens_tile"));
+    const auto channels = static_cast<double>(point.at("channels_tile"));
+    const auto k_tile = static_cast<double>(point.at("k_tile"));
+    const auto product = [&](int64_t inputs, int64_t outputs, int64_t split,
+                             double decode_cycles, int64_t table_bytes) {
+      GroupedProduct p;
+      p.inputs = inputs;
+      p.outputs = outputs;
+      p.split = split;
+      p.decode_cycles = decode_cycles;
+      p.group_cycles = kMmaCycles;
+      p.stage_pieces = k_tile * channels * kBits / 128 + k_tile * tile / 8;
+      p.block_bytes = static_cast<double>(table_bytes);
+      p.strip_registers = 4;
+      p.shared_bytes = SharedBytes(table_bytes, point);
+      return p;
+    };
+    const bool by_state = point.at("codewords") == 1;
+    const int64_t hidden = problem.geometry.hidden;
+    return GroupedCycles(
+               problem, point, tiles,
+               product(hidden, int64_t{2} * kInter, point.at("split_fc1"),
+                       by_state ? kStateCycles : kRankCycles,
+                       Fc1TableBytes(point)),
+               product(kInter, hidden, point.at("split_fc2"), kRankCycles,
+                       kRankTableBytes)) +
+           (by_state ? kTableStepCycles : 0);
+  }
+
+  SourceUnit Unit(const RequestGeometry& geometry, const Assignment& assignment,
+                  int part, const std::vector<std::string>& axes,
+                  std::vector<std::string> entries) const {
+    SourceUnit unit;
+    unit.name = "fused_moe/qsrt_cuda.cu";
+    unit.template_version = version();
+    unit.compute_dtype = assignment.at("activation_bits") == 8 ? "bf16" : "f16";
+    unit.text = absl::StrCat(QsrtPrelude(geometry), "#define KILN_PART ", part,
+                             "\n", AxisPrelude(assignment, axes),
+                             TemplateText("fused_moe/qsrt_cuda.cu"));
+    unit.headers = CudaHeaders({std::begin(kHeaders), std::end(kHeaders)});
+    unit.entries = std::move(entries);
+    return unit;
+  }
+
+  // Steps, arguments and slices as README.md, "QSRT weights on CUDA", lists
+  // them.
+  static void AddSteps(const Problem& problem, const AxisPoint& point,
+                       PlanBody* body) {
+    const RequestGeometry& geometry = problem.geometry;
+    const auto tile = static_cast<uint32_t>(point.at("tokens_tile"));
+    const auto channels = static_cast<uint32_t>(point.at("channels_tile"));
+    const auto threads = static_cast<uint32_t>(point.at("warps") * 32);
+    const auto split1 = static_cast<uint32_t>(point.at("split_fc1"));
+    const auto split2 = static_cast<uint32_t>(point.at("split_fc2"));
+    const bool shared = geometry.weights.shared_scales;
+    const auto hidden = static_cast<uint32_t>(geometry.hidden);
+    const auto experts = static_cast<uint32_t>(geometry.experts);
+    const auto top_k = static_cast<uint32_t>(geometry.top_k);
+    const uint32_t capacity = problem.interval.m_max;
+    const uint64_t routes = uint64_t{capacity} * top_k;
+
+    const auto slice = [body](absl::string_view name, uint64_t bytes) {
+      return Arg::Arena(body->arena.Add(name, bytes));
+    };
+    // Rounded to binary16, or one fp32 partial sum for each slice of K.
+    const auto product = [&](absl::string_view name, uint64_t width,
+                             uint32_t split) {
+      return slice(name, (split == 1 ? uint64_t{2} : uint64_t{4} * split) *
+                             width * routes);
+    };
+    const uint64_t operand =
+        uint64_t{2} * hidden * (shared ? capacity : routes);
+    const Arg tiles =
+        slice("tiles", 16 * FusedMoeTilesMax(geometry, tile, capacity));
+    const Arg totals = slice("totals", 16);
+    const Arg rows = slice("rows", 8 * routes);
+    const Arg positions = slice("positions", 4 * routes);
+    const Arg places = slice("places", uint64_t{8} * experts);
+    const Arg gate = slice("gate_operand", operand);
+    const Arg up = slice("up_operand", operand);
+    const Arg fc1 = product("fc1", 2 * kInter, split1);
+    const Arg mid = slice("mid_operand", uint64_t{2} * kInter * routes);
+    const Arg fc2 = product("fc2", hidden, split2);
+    const bool by_state = point.at("codewords") == 1;
+    const uint32_t rates = RatesOf(geometry);
+    Arg codewords;
+    if (by_state) {
+      codewords = slice("codewords", uint64_t{kStateTableBytes} * rates);
+    }
+
+    const auto p = QsrtArg;
+    using P = QsrtParam;
+    const LaunchDim one = LaunchDim::Constant(1);
+    const auto warps_over = [](uint32_t per_token) {
+      return LaunchDim::Of({.mul = per_token, .add = 0, .div = kHelperWarps});
+    };
+    const auto add = [body](absl::string_view label, uint32_t program,
+                            const LaunchDim& x, const LaunchDim& y,
+                            uint32_t block, uint32_t shared_bytes,
+                            std::vector<Arg> args) {
+      Step step;
+      step.label = std::string(label);
+      step.program = program;
+      step.entry = absl::StrCat("kiln_qsrt_", label);
+      step.grid = {x, y, LaunchDim::Constant(1)};
+      step.block = {block, 1, 1};
+      step.dynamic_shared_bytes = shared_bytes;
+      step.args = std::move(args);
+      body->steps.push_back(std::move(step));
+    };
+    if (by_state) {
+      add("table", 0, LaunchDim::Constant(kStateTableBytes / kRouteThreads),
+          LaunchDim::Constant(rates), kRouteThreads, 0, {codewords});
+    }
+    const uint32_t blocks = hidden / kBlock;
+    std::vector<Arg> route = {p(P::kTopkIds), p(P::kModesFc1), p(P::kModesFc2),
+                              rows,           positions,       tiles,
+                              totals,         places};
+    if (shared) {
+      // Blocks beyond the experts rotate the tokens, a 128 block per warp.
+      for (const Arg& arg :
+           {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), gate, up}) {
+        route.push_back(arg);
+      }
+    }
+    route.push_back(Arg::Tokens());
+    route.push_back(Arg::U32(tile));
+    add("route", 0,
+        shared ? LaunchDim::Of({.mul = blocks,
+                                .add = kRouteWarps * experts,
+                                .div = kRouteWarps})
+               : LaunchDim::Constant(experts),
+        one, kRouteThreads, 0, std::move(route));
+    if (!shared) {
+      add("rotate", 0, warps_over(top_k * blocks), one, kHelperThreads, 0,
+          {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), rows, totals, gate, up});
+    }
+    std::vector<Arg> fc1_args = {gate, up,    p(P::kWGate), p(P::kWUp),
+                                 rows, tiles, totals,       places};
+    if (by_state) fc1_args.push_back(codewords);
+    fc1_args.push_back(fc1);
+    fc1_args.push_back(Arg::Tokens());
+    add("fc1", 1, FusedMoeTiles(geometry, tile, 2 * kInter / channels),
+        LaunchDim::Constant(split1), threads,
+        static_cast<uint32_t>(SharedBytes(Fc1TableBytes(point), point)),
+        std::move(fc1_args));
+    std::vector<Arg> activate = {fc1, p(P::kRotations)};
+    if (geometry.activation == Activation::kPerExpert) {
+      activate.push_back(p(P::kActivations));
+    }
+    for (const Arg& arg :
+         {rows, totals, mid, Arg::Tokens(), Arg::U32(split1)}) {
+      activate.push_back(arg);
+    }
+    add("activate", 0, warps_over(top_k * kRecords), one, kHelperThreads, 0,
+        std::move(activate));
+    add("fc2", 1, FusedMoeTiles(geometry, tile, hidden / channels),
+        LaunchDim::Constant(split2), threads,
+        static_cast<uint32_t>(SharedBytes(kRankTableBytes, point)),
+        {mid, p(P::kWDown), tiles, totals, places, fc2, Arg::Tokens()});
+    add("combine", 0, warps_over(blocks), one, kHelperThreads, 0,
+        {fc2, p(P::kDownSvh), p(P::kTopkWeights), positions, rows, p(P::kOut),
+         Arg::Tokens(), Arg::U32(split2)});
+  }
+};
+
+}  // namespace
+
+const KernelTemplate* FusedMoeQsrtCudaTemplate() {
+  static const auto* const instance = new Template;
+  return instance;
+}
+
+}  // namespace kiln

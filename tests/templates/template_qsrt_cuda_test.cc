@@ -1,0 +1,503 @@
+#include "templates/fused_moe/template_qsrt_cuda.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "templates/fused_moe/op.h"
+#include "templates/fused_moe/op_qsrt.h"
+#include "templates/registry.h"
+#include "tests/support/status_matchers.h"
+
+namespace kiln {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using testing::StatusIs;
+
+Problem ProblemFor(uint32_t m_min, uint32_t m_max, bool shared = true,
+                   int level = 90) {
+  Problem problem;
+  RequestGeometry& g = problem.geometry;
+  g.hidden = 1152;
+  g.intermediate = 256;
+  g.experts = 16;
+  g.top_k = 4;
+  g.weights.format = WeightFormat::kQsrt;
+  g.weights.shared_scales = shared;
+  g.recipe = Recipe::kW4A8;
+  g.qsrt = {.pairs = PairKinds::kP24P33, .decode_max_tokens = 8};
+  problem.interval = {m_min, m_max};
+  problem.device = AssumedProfile(
+      {.backend = Backend::kCuda, .level = level, .arch_specific = true});
+  return problem;
+}
+
+ParamSpace SpaceOf(const Problem& problem) {
+  return FusedMoeQsrtCudaTemplate()->Enumerate(problem, 100000);
+}
+
+PlanBody BodyOf(const Problem& problem, const Assignment& point) {
+  absl::StatusOr<PlanBody> body =
+      FusedMoeQsrtCudaTemplate()->MakeBody(problem, point);
+  EXPECT_OK(body.status());
+  return body.ok() ? *std::move(body) : PlanBody();
+}
+
+std::vector<SourceUnit> UnitsOf(const Problem& problem) {
+  return FusedMoeQsrtCudaTemplate()->MakeUnits(
+      problem.geometry, problem.device.target, SpaceOf(problem).points.front());
+}
+
+uint64_t SliceBytes(const PlanBody& body, const std::string& name) {
+  for (const ArenaSlice& slice : body.arena.slices) {
+    if (slice.name == name) return slice.bytes;
+  }
+  ADD_FAILURE() << "no slice " << name;
+  return 0;
+}
+
+std::vector<std::string> Labels(const PlanBody& body) {
+  std::vector<std::string> labels;
+  for (const Step& step : body.steps) labels.push_back(step.label);
+  return labels;
+}
+
+// The grid of a step for m tokens.
+uint64_t Grid(const PlanBody& body, const std::string& label, size_t dim,
+              uint32_t m) {
+  for (const Step& step : body.steps) {
+    if (step.label == label) return step.grid[dim].Evaluate(m);
+  }
+  ADD_FAILURE() << "no step " << label;
+  return 0;
+}
+
+// A few of many, the first among them.
+std::vector<Assignment> SomeOf(const std::vector<Assignment>& points) {
+  std::vector<Assignment> some;
+  for (size_t i = 0; i < points.size(); i += 7) some.push_back(points[i]);
+  return some;
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, IsTheOneForItsFormat) {
+  EXPECT_EQ(FindTemplate("fused_moe.qsrt_cuda"), FusedMoeQsrtCudaTemplate());
+  const RequestGeometry geometry = ProblemFor(1, 1).geometry;
+  EXPECT_THAT(TemplatesFor(geometry, Backend::kCuda),
+              ElementsAre(FusedMoeQsrtCudaTemplate()));
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, ServesItsFormatOnSm80AndLater) {
+  const RequestGeometry geometry = ProblemFor(1, 8).geometry;
+  for (const int level : {80, 86, 89, 90, 100, 120}) {
+    EXPECT_OK(FusedMoeQsrtCudaTemplate()->Supports(
+        geometry, {.backend = Backend::kCuda, .level = level}));
+  }
+  RequestGeometry exl3 = geometry;
+  exl3.weights.format = WeightFormat::kExl3;
+  EXPECT_THAT(FusedMoeQsrtCudaTemplate()->Supports(
+                  exl3, {.backend = Backend::kCuda, .level = 90}),
+              StatusIs(absl::StatusCode::kUnimplemented));
+  for (const Target target :
+       {Target{Backend::kCuda, 75, false}, Target{Backend::kCpu, 4, false}}) {
+    EXPECT_THAT(FusedMoeQsrtCudaTemplate()->Supports(geometry, target),
+                StatusIs(absl::StatusCode::kUnimplemented,
+                         HasSubstr(target.ToString())));
+  }
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, FewTokensHaveEightBitsAndMoreHaveSixteen) {
+  const struct {
+    Interval interval;
+    int64_t bits;
+    const char* numerics;
+    double tolerance;
+    const char* dtype;
+  } cases[] = {{{1, 1}, 8, "qsrt.w4a8.mma.", 2e-2, "bf16"},
+               {{5, 8}, 8, "qsrt.w4a8.mma.", 2e-2, "bf16"},
+               {{9, 32}, 16, "qsrt.w4a16.mma.", 2e-3, "f16"}};
+
+  for (const auto& c : cases) {
+    const Problem problem = ProblemFor(c.interval.m_min, c.interval.m_max);
+    const ParamSpace space = SpaceOf(problem);
+    ASSERT_FALSE(space.points.empty());
+    for (const Assignment& point : space.points) {
+      ASSERT_EQ(point.at("activation_bits"), c.bits);
+      const PlanBody body = BodyOf(problem, point);
+      ASSERT_TRUE(absl::StartsWith(body.numerics_class, c.numerics))
+          << body.numerics_class;
+      ASSERT_EQ(body.tolerance, c.tolerance);
+    }
+    for (const SourceUnit& unit : UnitsOf(problem)) {
+      EXPECT_EQ(unit.compute_dtype, c.dtype);
+      EXPECT_THAT(unit.text,
+                  HasSubstr(absl::StrCat("#define KILN_ACTIVATION_BITS ",
+                                         c.bits, "\n")));
+    }
+  }
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, RecipeW4a16HasSixteenBitsForOneToken) {
+  Problem problem = ProblemFor(1, 1);
+  problem.geometry.recipe = Recipe::kW4A16;
+  problem.geometry.qsrt.decode_max_tokens = 0;
+  for (const Assignment& point : SpaceOf(problem).points) {
+    ASSERT_EQ(point.at("activation_bits"), 16);
+  }
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, TheOtherArmIsNoCandidate) {
+  const Problem problem = ProblemFor(9, 32);
+  Assignment other = SpaceOf(problem).points.front();
+  other["activation_bits"] = 8;
+  EXPECT_THAT(FusedMoeQsrtCudaTemplate()->MakeBody(problem, other),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("activation_bits 8: the interval is that of "
+                                 "the w4a16 arm, which has 16")));
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest,
+     AnIntervalOnBothSidesOfTheLimitHasNoCandidate) {
+  const ParamSpace space = SpaceOf(ProblemFor(5, 32));
+  EXPECT_THAT(space.points, IsEmpty());
+  ASSERT_EQ(space.rejects.size(), 1u);
+  EXPECT_THAT(space.rejects[0].reason,
+              HasSubstr("interval 5..32 has tokens on both sides of "
+                        "decode_max_tokens, 8"));
+}
+
+// The numerics class says which candidates agree bit for bit: it must move with
+// the slices of K, which change the order of sums, and with nothing else.
+TEST(FusedMoeQsrtCudaTemplateTest, TheNumericsClassIsTheOrderOfSums) {
+  const Problem problem = ProblemFor(9, 32);
+  std::map<std::string, std::set<std::pair<int64_t, int64_t>>> splits;
+  for (const Assignment& point : SpaceOf(problem).points) {
+    splits[BodyOf(problem, point).numerics_class].insert(
+        {point.at("split_fc1"), point.at("split_fc2")});
+  }
+  std::set<std::pair<int64_t, int64_t>> all;
+  for (const auto& [name, members] : splits) {
+    EXPECT_EQ(members.size(), 1u) << name;
+    all.insert(members.begin(), members.end());
+  }
+  EXPECT_EQ(all.size(), splits.size());
+  EXPECT_GT(splits.size(), 1u);
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, StepsCoverEveryRowChannelAndRoute) {
+  for (const bool shared : {true, false}) {
+    for (const Interval interval : {Interval{1, 8}, Interval{9, 33}}) {
+      const Problem problem =
+          ProblemFor(interval.m_min, interval.m_max, shared);
+      for (const Assignment& point : SomeOf(SpaceOf(problem).points)) {
+        const PlanBody body = BodyOf(problem, point);
+        SCOPED_TRACE(body.Label());
+        const auto channels = static_cast<uint64_t>(point.at("channels_tile"));
+        const auto tile = static_cast<uint32_t>(point.at("tokens_tile"));
+        std::vector<std::string> labels = {"route",    "rotate", "fc1",
+                                           "activate", "fc2",    "combine"};
+        if (shared) labels.erase(labels.begin() + 1);
+        if (point.at("codewords") == 1) labels.insert(labels.begin(), "table");
+        ASSERT_EQ(Labels(body), labels);
+        for (uint32_t m = interval.m_min; m <= interval.m_max; ++m) {
+          const uint64_t tiles = FusedMoeTilesMax(problem.geometry, tile, m);
+          if (point.at("codewords") == 1) {
+            // A thread for each state of K2, K3 and K4.
+            ASSERT_EQ(Grid(body, "table", 0, m) * 1024, 65536u);
+            ASSERT_EQ(Grid(body, "table", 1, m), 3u);
+          }
+          // A block for each expert. Rotating: 9 blocks of 128 channels of each
+          // token, or of each route, a warp for each; 32 or 4 warps a block.
+          ASSERT_EQ(Grid(body, "route", 0, m),
+                    16 + (shared ? (m * 9 + 31) / 32 : 0));
+          if (!shared) {
+            ASSERT_EQ(Grid(body, "rotate", 0, m), m * 4 * 9 / 4);
+          }
+          ASSERT_GE(Grid(body, "fc1", 0, m) * channels, tiles * 512);
+          ASSERT_EQ(Grid(body, "fc1", 1, m),
+                    static_cast<uint64_t>(point.at("split_fc1")));
+          // Two records of each route.
+          ASSERT_EQ(Grid(body, "activate", 0, m), m * 4 * 2 / 4);
+          ASSERT_GE(Grid(body, "fc2", 0, m) * channels, tiles * 1152);
+          ASSERT_EQ(Grid(body, "fc2", 1, m),
+                    static_cast<uint64_t>(point.at("split_fc2")));
+          ASSERT_EQ(Grid(body, "combine", 0, m), (m * 9 + 3) / 4);
+        }
+      }
+    }
+  }
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, SlicesHoldWhatTheReadmeLists) {
+  for (const bool shared : {true, false}) {
+    for (const Interval interval : {Interval{1, 8}, Interval{9, 33}}) {
+      const Problem problem =
+          ProblemFor(interval.m_min, interval.m_max, shared);
+      const uint64_t m = interval.m_max;
+      const uint64_t routes = m * 4;
+      for (const Assignment& point : SomeOf(SpaceOf(problem).points)) {
+        const PlanBody body = BodyOf(problem, point);
+        SCOPED_TRACE(body.Label());
+        const auto tile = static_cast<uint32_t>(point.at("tokens_tile"));
+        const auto s1 = static_cast<uint64_t>(point.at("split_fc1"));
+        const auto s2 = static_cast<uint64_t>(point.at("split_fc2"));
+        ASSERT_EQ(SliceBytes(body, "tiles"),
+                  16 * FusedMoeTilesMax(problem.geometry, tile,
+                                        static_cast<uint32_t>(m)));
+        ASSERT_EQ(SliceBytes(body, "rows"), 8 * routes);
+        ASSERT_EQ(SliceBytes(body, "positions"), 4 * routes);
+        ASSERT_EQ(SliceBytes(body, "places"), 2 * 4 * 16u);
+        const uint64_t operand = 2 * 1152 * (shared ? m : routes);
+        ASSERT_EQ(SliceBytes(body, "gate_operand"), operand);
+        ASSERT_EQ(SliceBytes(body, "up_operand"), operand);
+        ASSERT_EQ(SliceBytes(body, "mid_operand"), 2 * 256 * routes);
+        if (point.at("codewords") == 1) {
+          ASSERT_EQ(SliceBytes(body, "codewords"), 3 * 65536u);
+        }
+        ASSERT_EQ(SliceBytes(body, "fc1"),
+                  s1 == 1 ? 2 * 512 * routes : 4 * 512 * s1 * routes);
+        ASSERT_EQ(SliceBytes(body, "fc2"),
+                  s2 == 1 ? 2 * 1152 * routes : 4 * 1152 * s2 * routes);
+      }
+    }
+  }
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, LegalPointsKeepTheRulesOfTheReadme) {
+  for (const int level : {80, 89, 90, 100, 120}) {
+    for (const Interval interval : {Interval{1, 8}, Interval{9, 64}}) {
+      const Problem problem =
+          ProblemFor(interval.m_min, interval.m_max, true, level);
+      const std::vector<Assignment> points = SpaceOf(problem).points;
+      ASSERT_FALSE(points.empty()) << level;
+      for (const Assignment& point : points) {
+        const int64_t channels = point.at("channels_tile");
+        const int64_t warps = point.at("warps");
+        const int64_t tile = point.at("tokens_tile");
+        const int64_t k_tile = point.at("k_tile");
+        // Of one record, and of the hidden side.
+        ASSERT_EQ(128 % channels, 0);
+        ASSERT_EQ(1152 % channels, 0);
+        ASSERT_GE(channels, 16 * warps);
+        ASSERT_LE(channels / 16 / warps * tile / 8 * 4, 128);
+        ASSERT_LE(point.at("split_fc1"), 1152 / 128);
+        ASSERT_LE(point.at("split_fc2"), 2);
+        for (const Step& step : BodyOf(problem, point).steps) {
+          if (step.label != "fc1" && step.label != "fc2") continue;
+          const bool by_state =
+              step.label == "fc1" && point.at("codewords") == 1;
+          ASSERT_EQ(step.dynamic_shared_bytes,
+                    (by_state ? 65536 : 8192) +
+                        point.at("stages") *
+                            (k_tile * channels / 2 + tile * (k_tile + 8) * 2));
+          ASSERT_LE(step.dynamic_shared_bytes, problem.device.shared_bytes_max);
+          ASSERT_EQ(step.block[0], static_cast<uint32_t>(32 * warps));
+        }
+      }
+    }
+  }
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, SlicesOfFc1AreAtMostItsBlocks) {
+  Problem problem = ProblemFor(9, 32);
+  problem.geometry.hidden = 256;
+  for (const Assignment& point : SpaceOf(problem).points) {
+    ASSERT_LE(point.at("split_fc1"), 2);
+  }
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, StepsNameEntriesOfTheirProgram) {
+  for (const bool shared : {true, false}) {
+    const Problem problem = ProblemFor(9, 32, shared);
+    ASSERT_OK_AND_ASSIGN(const Candidate candidate,
+                         FusedMoeQsrtCudaTemplate()->Instantiate(
+                             problem, SpaceOf(problem).points.front()));
+    std::vector<std::set<std::string>> used(candidate.units.size());
+    for (const Step& step : candidate.body.steps) {
+      ASSERT_LT(step.program, candidate.units.size());
+      used[step.program].insert(step.entry);
+    }
+    // Of the support program that candidates with the table share.
+    if (candidate.body.assignment.at("codewords") == 0) {
+      used[0].insert("kiln_qsrt_table");
+    }
+    for (size_t i = 0; i < candidate.units.size(); ++i) {
+      const SourceUnit& unit = candidate.units[i];
+      EXPECT_TRUE(std::is_sorted(unit.entries.begin(), unit.entries.end()));
+      EXPECT_EQ(used[i],
+                std::set<std::string>(unit.entries.begin(), unit.entries.end()))
+          << "a program exports what no step launches, or the reverse";
+      EXPECT_THAT(unit.text, HasSubstr("#define KILN_OTHER_LOW 2\n"));
+      EXPECT_THAT(unit.text, HasSubstr("#define KILN_OTHER_HIGH 4\n"));
+      EXPECT_THAT(unit.text, HasSubstr(absl::StrCat("#define KILN_SHARED_SUH ",
+                                                    shared ? 1 : 0, "\n")));
+      std::set<std::string> names;
+      for (const auto& [name, text] : unit.headers) {
+        EXPECT_FALSE(absl::StrContains(name, "cpu_")) << name;
+        names.insert(name);
+      }
+      for (const char* header :
+           {"cuda/grouped.h", "cuda/ring.h", "cuda/warp.h", "device/fragment.h",
+            "fused_moe/mx_block.h", "fused_moe/mx_warp.h", "fused_moe/situ.h",
+            "fused_moe/sqg_fragment.h", "fused_moe/sqg_table.h"}) {
+        EXPECT_EQ(names.count(header), 1u) << header;
+      }
+    }
+  }
+}
+
+// Whether a step has a slice of the arena among its arguments.
+bool Reads(const PlanBody& body, const std::string& label,
+           const std::string& slice) {
+  for (const Step& step : body.steps) {
+    if (step.label != label) continue;
+    return std::any_of(step.args.begin(), step.args.end(), [&](const Arg& arg) {
+      return arg.kind == ArgKind::kArena &&
+             body.arena.slices[arg.value].name == slice;
+    });
+  }
+  return false;
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, BothProductsReadOneRouteMap) {
+  const Problem problem = ProblemFor(9, 32);
+  for (const Assignment& point : SomeOf(SpaceOf(problem).points)) {
+    const PlanBody body = BodyOf(problem, point);
+    for (const char* slice : {"tiles", "totals", "places"}) {
+      for (const char* label : {"route", "fc1", "fc2"}) {
+        ASSERT_TRUE(Reads(body, label, slice)) << label << " " << slice;
+      }
+    }
+  }
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, ATableIsMadeWhereACandidateReadsIt) {
+  size_t tables = 0;
+  for (const Interval interval : {Interval{1, 8}, Interval{9, 32}}) {
+    const Problem problem = ProblemFor(interval.m_min, interval.m_max);
+    for (const Assignment& point : SpaceOf(problem).points) {
+      const bool by_state = point.at("codewords") == 1;
+      tables += by_state ? 1 : 0;
+      // The other arm has no such table.
+      ASSERT_FALSE(by_state && point.at("activation_bits") == 8);
+      const PlanBody body = BodyOf(problem, point);
+      ASSERT_EQ(body.steps.front().label == "table", by_state);
+      ASSERT_EQ(Reads(body, "table", "codewords"), by_state);
+      ASSERT_EQ(Reads(body, "fc1", "codewords"), by_state);
+      ASSERT_FALSE(Reads(body, "fc2", "codewords"));
+    }
+  }
+  EXPECT_GT(tables, 0u);
+  // P33 and P43 have no K2.
+  Problem problem = ProblemFor(9, 32);
+  problem.geometry.qsrt.pairs = PairKinds::kP33P43;
+  for (const Assignment& point : SpaceOf(problem).points) {
+    if (point.at("codewords") == 0) continue;
+    const PlanBody body = BodyOf(problem, point);
+    ASSERT_EQ(Grid(body, "table", 1, 9), 2u);
+    ASSERT_EQ(SliceBytes(body, "codewords"), 2 * 65536u);
+  }
+}
+
+// The cost of the two ways to decode has not been measured: a race of a few has
+// both.
+TEST(FusedMoeQsrtCudaTemplateTest, AShortPrefixHasBothWaysToDecode) {
+  for (const uint32_t m : {9u, 64u, 4096u}) {
+    const ParamSpace all = SpaceOf(ProblemFor(m, m));
+    std::set<std::string> points;
+    for (const Assignment& point : all.points) {
+      points.insert(AssignmentText(point));
+    }
+    EXPECT_EQ(points.size(), all.legal);
+    const ParamSpace few =
+        FusedMoeQsrtCudaTemplate()->Enumerate(ProblemFor(m, m), 4);
+    ASSERT_EQ(few.points.size(), 4u);
+    EXPECT_EQ(few.legal, all.legal);
+    for (size_t i = 0; i < 4; ++i) {
+      EXPECT_EQ(AssignmentText(few.points[i]), AssignmentText(all.points[i]));
+      EXPECT_NE(few.points[i].at("codewords"),
+                few.points[i ^ 1].at("codewords"));
+    }
+  }
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, AProgramHasTheActivationOfItsRequest) {
+  Problem problem = ProblemFor(9, 32);
+
+  const struct {
+    Activation activation;
+    const char* text;
+  } cases[] = {{Activation::kSilu, "#define KILN_ACTIVATION 0\n"},
+               {Activation::kSitu, "#define KILN_ACTIVATION 1\n"},
+               {Activation::kPerExpert, "#define KILN_ACTIVATION 2\n"}};
+
+  for (const auto& c : cases) {
+    problem.geometry.activation = c.activation;
+    EXPECT_THAT(UnitsOf(problem).front().text, HasSubstr(c.text));
+    const PlanBody body = BodyOf(problem, SpaceOf(problem).points.front());
+    // The slot of the numbers is an argument where there is one.
+    const Arg slot = QsrtArg(QsrtParam::kActivations);
+    size_t users = 0;
+    for (const Step& step : body.steps) {
+      users += static_cast<size_t>(std::count_if(
+          step.args.begin(), step.args.end(), [&](const Arg& arg) {
+            return arg.kind == slot.kind && arg.value == slot.value;
+          }));
+    }
+    EXPECT_EQ(users, c.activation == Activation::kPerExpert ? 1u : 0u);
+  }
+}
+
+// Routing and what surrounds the products do not depend on the axes: all
+// candidates of an arm share that program.
+TEST(FusedMoeQsrtCudaTemplateTest, CandidatesShareTheSupportProgram) {
+  const Problem problem = ProblemFor(9, 32);
+  std::set<std::string> support;
+  std::map<std::string, std::set<std::string>> products;
+  for (const Assignment& point : SpaceOf(problem).points) {
+    const std::vector<SourceUnit> units = FusedMoeQsrtCudaTemplate()->MakeUnits(
+        problem.geometry, problem.device.target, point);
+    support.insert(units.front().text);
+    Assignment source = point;
+    source.erase("split_fc1");
+    source.erase("split_fc2");
+    products[units.back().text].insert(AssignmentText(source));
+  }
+  EXPECT_EQ(support.size(), 1u);
+  for (const auto& [text, points] : products) {
+    EXPECT_EQ(points.size(), 1u) << "an axis is missing from the prelude";
+  }
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, RefusesPointsThatBreakARule) {
+  const Problem problem = ProblemFor(9, 32);
+  Assignment bad = SpaceOf(problem).points.front();
+  bad["channels_tile"] = 256;  // two records
+  EXPECT_THAT(FusedMoeQsrtCudaTemplate()->MakeBody(problem, bad),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("channels_tile is 256, must be one of")));
+  bad = SpaceOf(ProblemFor(1, 8)).points.front();
+  bad["codewords"] = 1;
+  EXPECT_THAT(FusedMoeQsrtCudaTemplate()->MakeBody(ProblemFor(1, 8), bad),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("codewords 1 is a table of the w4a16 arm")));
+  bad = SpaceOf(problem).points.front();
+  bad["channels_tile"] = 64;
+  bad["warps"] = 8;
+  EXPECT_THAT(FusedMoeQsrtCudaTemplate()->MakeBody(problem, bad),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("channels_tile 64 gives 8 warps less than "
+                                 "one tile")));
+}
+
+}  // namespace
+}  // namespace kiln
