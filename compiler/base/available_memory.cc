@@ -28,6 +28,22 @@ std::optional<uint64_t> ReadNumber(const std::string& path) {
   return value;
 }
 
+// Bytes of files that the control group counts as its own and drops when it
+// needs the memory.
+uint64_t CachedFileBytes() {
+  uint64_t bytes = 0;
+  const std::string stat = ReadSystemFile("/sys/fs/cgroup/memory.stat");
+  for (absl::string_view line : absl::StrSplit(stat, '\n')) {
+    uint64_t value = 0;
+    if ((absl::ConsumePrefix(&line, "active_file ") ||
+         absl::ConsumePrefix(&line, "inactive_file ")) &&
+        absl::SimpleAtoi(line, &value)) {
+      bytes += value;
+    }
+  }
+  return bytes;
+}
+
 // What the process's own limit on its address space leaves.
 uint64_t AddressSpaceLeft() {
   struct rlimit limit;
@@ -56,7 +72,8 @@ uint64_t AvailableMemoryBytes() {
   const auto limit = ReadNumber("/sys/fs/cgroup/memory.max");
   const auto used = ReadNumber("/sys/fs/cgroup/memory.current");
   if (limit && used) {
-    available = std::min(available, *limit > *used ? *limit - *used : 0);
+    const uint64_t held = *used - std::min(*used, CachedFileBytes());
+    available = std::min(available, *limit > held ? *limit - held : 0);
   }
   return available;
 }
