@@ -69,9 +69,11 @@ absl::StatusOr<int> RunPrepare(const GlobalOptions& global,
   if (HoldsNpkSidecars(command.checkpoint)) {
     return PrepareNpk(global, command.checkpoint, command.output, options);
   }
-  if (!p8.empty()) return has_p8;
-  ASSIGN_OR_RETURN(const PreparedLayer prepared,
-                   PrepareLayer(command.checkpoint, command.output, options));
+  absl::StatusOr<PreparedLayer> layer =
+      PrepareLayer(command.checkpoint, command.output, options);
+  // A folder of such files and nothing else.
+  if (!p8.empty() && absl::IsNotFound(layer.status())) return has_p8;
+  ASSIGN_OR_RETURN(const PreparedLayer prepared, std::move(layer));
   if (global.json) {
     nlohmann::ordered_json out;
     out["file"] = prepared.path;

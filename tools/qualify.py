@@ -22,6 +22,7 @@ import datetime
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,12 @@ def main():
                         .join(os.path.dirname(os.path.abspath(__file__)), "..",
                               "tests", "qualification"))
     arguments = parser.parse_args()
+    if shutil.which(arguments.kiln) is None:
+        parser.error(f"{arguments.kiln} is no program")
+    # Known at once, not after the work of minutes.
+    output_folder = os.path.dirname(os.path.abspath(arguments.output))
+    if not os.access(output_folder, os.W_OK):
+        parser.error(f"-o: cannot write into {output_folder}")
 
     with open(os.path.join(arguments.suite, SUITE), encoding="utf-8") as handle:
         manifest = json.load(handle)
@@ -97,6 +104,8 @@ def main():
         bundle = os.path.join(folder, "suite.kiln")
         backend = "cuda" if arguments.target.startswith("sm_") else "cpu"
         doctor = last_object(call(kiln + ["doctor"]))
+        if backend == "cuda" and not doctor["devices"]:
+            sys.exit(f"no device of target {arguments.target} on this machine")
         served = {(template["op"], template["format"])
                   for template in doctor["templates"]
                   if template["backend"] == backend}

@@ -50,6 +50,14 @@ def main():
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--keep", help="folder for the caches (default: none)")
     arguments, options = parser.parse_known_args()
+    if arguments.runs < 1:
+        parser.error(f"--runs is {arguments.runs}, must be at least 1")
+    if not 0 <= arguments.at_least <= 1:
+        parser.error(f"--at-least is {arguments.at_least}, must be a share")
+    if shutil.which(arguments.kiln) is None:
+        parser.error(f"{arguments.kiln} is no program")
+    if arguments.keep and os.path.exists(arguments.keep):
+        parser.error(f"--keep {arguments.keep} exists, must be a new folder")
     planning = [arguments.manifest, "--target", arguments.target, *options]
 
     folder = arguments.keep or tempfile.mkdtemp(prefix="kiln-repeat-")

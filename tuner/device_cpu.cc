@@ -55,11 +55,11 @@ class CpuDevice : public Device {
     void* const fenced =
         mmap(nullptr, all, PROT_NONE,
              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    const auto exhausted = [bytes] {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("cannot allocate ", bytes,
-                       " bytes of memory; the system, or the limit of the "
-                       "process (ulimit -v), gives no more"));
+    const auto exhausted = [bytes, all] {
+      return absl::ResourceExhaustedError(absl::StrCat(
+          "cannot allocate ", bytes, " bytes of memory in ", all,
+          " bytes of address space, which catch accesses beside them; the "
+          "system, or the limit of the process (ulimit -v), gives no more"));
     };
     if (fenced == MAP_FAILED) return exhausted();
     void* const memory = static_cast<char*>(fenced) + kFenceBytes;

@@ -17,7 +17,7 @@ namespace kiln {
 // already, or a file in it, as errors of reading and writing do.
 inline absl::Status AnnotateOnce(const absl::Status& status,
                                  absl::string_view path) {
-  for (const char* end : {":", "/"}) {
+  for (const char* end : {":", "/", " "}) {
     const std::string named = absl::StrCat(path, end);
     if (absl::StartsWith(status.message(), named) ||
         absl::StrContains(status.message(), absl::StrCat(" ", named))) {

@@ -184,6 +184,23 @@ class CheckpointCliTest(CliTest):
             self.assertIn("; possible with --tp: 1\n", done.stderr)
             self.assertEqual(done.stderr.count(self.at("btx")), 1, done.stderr)
 
+    def test_a_file_of_the_public_schema_beside_a_checkpoint_is_no_obstacle(
+            self):
+        name = "p8-layer-003-tp4-rank-0.safetensors"
+        with open(os.path.join(self.checkpoint, name), "w", encoding="utf-8"):
+            pass
+        self.kiln("prepare", self.checkpoint, "-o", self.at("out"), "--layer",
+                  "0")
+        # Alone, it says which layers and ranks there are.
+        alone = self.at("alone")
+        os.mkdir(alone)
+        with open(os.path.join(alone, name), "w", encoding="utf-8"):
+            pass
+        done = self.kiln("prepare", alone, "-o", self.at("out"), "--layer",
+                         "0", code=2)
+        self.assertIn("no sidecar of layer 0; layers that it has: 3",
+                      done.stderr)
+
     def test_a_path_that_is_not_there_is_named_once(self):
         absent = self.at("absent")
         for verb in (["describe", absent],
