@@ -20,9 +20,9 @@ TEST(AnnotateOnceTest, NamesAPathThatTheMessageDoesNot) {
 }
 
 TEST(AnnotateOnceTest, LeavesAMessageThatNamesItOrAFileInIt) {
-  for (const char* message : {"cannot open /a/b: no", "/a/b: is damaged",
-                              "/a/b/c: is damaged", "cannot map /a/b/c: no",
-                              "/a/b is not a regular file"}) {
+  for (const char* message :
+       {"cannot open /a/b: no", "/a/b: is damaged", "/a/b/c: is damaged",
+        "cannot map /a/b/c: no", "/a/b is not a regular file"}) {
     EXPECT_EQ(Annotated(message, "/a/b"), message);
   }
 }
