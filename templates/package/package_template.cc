@@ -23,6 +23,9 @@ bool Has(const std::vector<T>& list, T value) {
   return std::find(list.begin(), list.end(), value) != list.end();
 }
 
+// Threads of a block along z: CUDA programming guide, technical specifications.
+constexpr uint32_t kBlockDepthMax = 64;
+
 class Template : public KernelTemplate {
  public:
   explicit Template(Package package)
@@ -232,8 +235,7 @@ class Template : public KernelTemplate {
     }
     RETURN_IF_ERROR(AddArena(values, &body));
     for (const PackageStep& step : manifest_.steps) {
-      absl::StatusOr<Step> made =
-          MakeStep(step, problem.interval.m_max, values);
+      absl::StatusOr<Step> made = MakeStep(step, problem, values);
       if (!made.ok()) {
         return Annotate(made.status(), absl::StrCat("package ", manifest_.name,
                                                     ", step ", step.label));
@@ -266,8 +268,9 @@ class Template : public KernelTemplate {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<Step> MakeStep(const PackageStep& from, uint32_t m_max,
+  absl::StatusOr<Step> MakeStep(const PackageStep& from, const Problem& problem,
                                 const ExpressionValues& values) const {
+    const uint32_t m_max = problem.interval.m_max;
     Step step;
     step.label = from.label;
     step.program = static_cast<uint32_t>(from.program);
@@ -286,6 +289,11 @@ class Template : public KernelTemplate {
       step.block[d] = static_cast<uint32_t>(n);
       threads *= n;
     }
+    if (step.block[2] > kBlockDepthMax) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("a block ", step.block[2],
+                       " threads deep exceeds the limit of ", kBlockDepthMax));
+    }
     if (threads > kPackageThreadsMax) {
       return absl::InvalidArgumentError(
           absl::StrCat("a block of ", threads, " threads exceeds the limit of ",
@@ -294,6 +302,13 @@ class Template : public KernelTemplate {
     ASSIGN_OR_RETURN(
         const int64_t shared,
         from.shared_bytes.Within(values, 0, kPackageSharedBytesMax));
+    if (manifest_.backend == Backend::kCuda &&
+        shared > problem.device.shared_bytes_max) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("shared_bytes ", shared, " exceeds the ",
+                       problem.device.shared_bytes_max, " B of a block on ",
+                       problem.device.target.ToString()));
+    }
     step.dynamic_shared_bytes = static_cast<uint32_t>(shared);
     for (const PackageArg& arg : from.args) {
       ASSIGN_OR_RETURN(const Arg made, MakeArg(arg, values));

@@ -629,6 +629,25 @@ TEST_F(PackageTemplateTest, RejectsAPointWhoseGridIsEmpty) {
                                        HasSubstr("\"hidden / 512\" is 0"))));
 }
 
+TEST_F(PackageTemplateTest, RejectsAPointThatTheDeviceCannotLaunch) {
+  folder_.Change("\"backend\": \"cpu\"", "\"backend\": \"cuda\"");
+  folder_.Change("\"threads\": \"min(processors, 2)\",", "");
+  folder_.Change("\"label\": \"all\"",
+                 "\"label\": \"all\", \"block\": [1, 1, \"16 * tile\"], "
+                 "\"shared_bytes\": \"232448 + tile - 4\"");
+  ASSERT_OK_AND_ASSIGN(const Target target, ParseTarget("sm_90a"));
+  problem_.device = AssumedProfile(target);
+  // 64 threads deep and 227 KiB: as much as there can be.
+  EXPECT_OK(Template()->MakeBody(problem_, {{"tile", 4}, {"unroll", 1}}));
+  EXPECT_THAT(Template()->MakeBody(problem_, {{"tile", 8}, {"unroll", 1}}),
+              StatusIs(kInvalid,
+                       HasSubstr("128 threads deep exceeds the limit of 64")));
+  folder_.Change("16 * tile", "1");
+  EXPECT_THAT(Template()->MakeBody(problem_, {{"tile", 8}, {"unroll", 1}}),
+              StatusIs(kInvalid, HasSubstr("shared_bytes 232452 exceeds the "
+                                           "232448 B of a block on sm_90a")));
+}
+
 TEST_F(PackageTemplateTest, MakesUnitsOfItsSourcesAndKilnsHeaders) {
   const auto from = Template();
   const std::vector<SourceUnit> units = from->MakeUnits(
