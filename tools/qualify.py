@@ -71,6 +71,11 @@ def sizes(capacities):
     return sorted(chosen)
 
 
+def write_manifest(path, manifest, requests):
+    with open(path, "w", encoding="utf-8") as out:
+        json.dump({**manifest, "requests": requests}, out)
+
+
 def with_more_rows(request, capacities):
     """The request with further capacities, where they cost little to verify."""
     if (request["op"] != "fused_moe" or request["weights"]["format"] != "exl3"
@@ -113,8 +118,7 @@ def main():
                     for r in manifest["requests"]
                     if (r["op"], r["weights"]["format"]) in served]
         suite = os.path.join(folder, SUITE)
-        with open(suite, "w", encoding="utf-8") as out:
-            json.dump({**manifest, "requests": requests}, out)
+        write_manifest(suite, manifest, requests)
         options = [suite, "--target", arguments.target,
                    "--max-candidates", str(CANDIDATES[backend])]
         # Exit code 3: a request has no plan.
@@ -132,8 +136,7 @@ def main():
         planless = {name for plan in prewarm["plans"] if "winner" not in plan
                     for name in plan["requests"]}
         requests = [r for r in requests if r["name"] not in planless]
-        with open(suite, "w", encoding="utf-8") as out:
-            json.dump({**manifest, "requests": requests}, out)
+        write_manifest(suite, manifest, requests)
         # Every interval keeps its winner, so that every winner is launched.
         call(kiln + ["freeze", *options, "--keep-intervals",
                      "--allow-unqualified", "-o", bundle])

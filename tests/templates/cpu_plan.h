@@ -1,5 +1,5 @@
 // Running a plan of a CPU template on the specialisations of its source that a
-// test was compiled with, and the buffers around such a run.
+// test was compiled with.
 
 #ifndef KILN_TESTS_TEMPLATES_CPU_PLAN_H_
 #define KILN_TESTS_TEMPLATES_CPU_PLAN_H_
@@ -7,7 +7,6 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <span>
@@ -16,47 +15,9 @@
 
 #include "compiler/spec/kernel_template.h"
 #include "compiler/spec/plan.h"
+#include "tests/templates/plan_buffers.h"
 
 namespace kiln::testing {
-
-// Bytes of one value, of which the first is aligned as an arena is.
-class PoisonedArena {
- public:
-  PoisonedArena(uint64_t bytes, uint8_t poison)
-      : storage_(bytes + kArenaAlignment, poison) {}
-
-  uint8_t* data() {
-    const auto at = reinterpret_cast<uintptr_t>(storage_.data());
-    return storage_.data() +
-           (kArenaAlignment - at % kArenaAlignment) % kArenaAlignment;
-  }
-
- private:
-  std::vector<uint8_t> storage_;
-};
-
-// Rows of an output, all NaN, with a guard row on both sides.
-class GuardedRows {
- public:
-  GuardedRows(size_t rows, size_t width)
-      : width_(width), values_((rows + 2) * width, NAN) {}
-
-  float* data() { return values_.data() + width_; }
-
-  // The rows; the guards must be as they were.
-  std::vector<float> Take() const {
-    for (size_t i = 0; i < width_; ++i) {
-      EXPECT_TRUE(std::isnan(values_[i]));
-      EXPECT_TRUE(std::isnan(values_[values_.size() - 1 - i]));
-    }
-    const auto guard = static_cast<ptrdiff_t>(width_);
-    return std::vector<float>(values_.begin() + guard, values_.end() - guard);
-  }
-
- private:
-  size_t width_;
-  std::vector<float> values_;
-};
 
 // Runs every block of an x * y * z grid once, on two threads.
 //   run: of a block, by its three indices.

@@ -4,7 +4,6 @@
 #ifndef KILN_TESTS_TEMPLATES_GPU_PLAN_H_
 #define KILN_TESTS_TEMPLATES_GPU_PLAN_H_
 
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -15,6 +14,7 @@
 #include "compiler/spec/kernel_template.h"
 #include "gtest/gtest.h"
 #include "tests/templates/gpu_emulator.h"
+#include "tests/templates/plan_buffers.h"
 
 namespace kiln::testing::gpu {
 
@@ -25,11 +25,8 @@ inline std::vector<float> RunPlan(
     const PlanBody& body, const std::map<std::string, Entry>& entries,
     uint32_t tokens, std::span<const void* const> slots, uint64_t out_slot,
     size_t width, uint8_t poison, Order order = Order::kForward) {
-  std::vector<uint8_t> arena(body.arena.bytes + 256, poison);
-  uint8_t* base = arena.data();
-  base += 256 - reinterpret_cast<uintptr_t>(base) % 256;
-  // The output with a guard row on both sides.
-  std::vector<float> out((tokens + 2) * width, NAN);
+  PoisonedArena arena(body.arena.bytes, poison);
+  GuardedRows out(tokens, width);
   for (const Step& step : body.steps) {
     const Entry& entry = entries.at(step.entry);
     EXPECT_EQ(step.args.size(), entry.args) << step.entry;
@@ -40,12 +37,12 @@ inline std::vector<float> RunPlan(
           args.push_back(tokens);
           break;
         case ArgKind::kArena:
-          args.push_back(reinterpret_cast<uintptr_t>(base) +
+          args.push_back(reinterpret_cast<uintptr_t>(arena.data()) +
                          body.arena.slices[arg.value].offset);
           break;
         case ArgKind::kParam:
           args.push_back(arg.value == out_slot
-                             ? reinterpret_cast<uintptr_t>(out.data() + width)
+                             ? reinterpret_cast<uintptr_t>(out.data())
                              : reinterpret_cast<uintptr_t>(slots[arg.value]));
           break;
         default:
@@ -60,12 +57,7 @@ inline std::vector<float> RunPlan(
     launch.order = order;
     Run(launch, [&] { entry.call(args); });
   }
-  for (size_t i = 0; i < width; ++i) {
-    EXPECT_TRUE(std::isnan(out[i]));
-    EXPECT_TRUE(std::isnan(out[out.size() - 1 - i]));
-  }
-  return std::vector<float>(out.begin() + static_cast<ptrdiff_t>(width),
-                            out.end() - static_cast<ptrdiff_t>(width));
+  return out.Take();
 }
 
 }  // namespace kiln::testing::gpu

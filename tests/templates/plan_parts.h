@@ -7,10 +7,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/string_view.h"
 #include "compiler/base/check.h"
@@ -43,12 +46,15 @@ inline const Step& StepNamed(const PlanBody& body, absl::string_view label) {
 
 // The programs of a candidate for a GPU export, sorted, what its steps launch
 // and nothing else, and have no header of the CPU.
-inline void ExpectProgramsOfSteps(const Candidate& candidate) {
+//   others: what other candidates launch that share the first program
+inline void ExpectProgramsOfSteps(const Candidate& candidate,
+                                  const std::set<std::string>& others = {}) {
   std::vector<std::set<std::string>> used(candidate.units.size());
   for (const Step& step : candidate.body.steps) {
     ASSERT_LT(step.program, candidate.units.size());
     used[step.program].insert(step.entry);
   }
+  used[0].insert(others.begin(), others.end());
   for (size_t i = 0; i < candidate.units.size(); ++i) {
     const SourceUnit& unit = candidate.units[i];
     EXPECT_TRUE(std::is_sorted(unit.entries.begin(), unit.entries.end()));
@@ -60,6 +66,28 @@ inline void ExpectProgramsOfSteps(const Candidate& candidate) {
       EXPECT_FALSE(absl::StrContains(name, "cpu_")) << name;
     }
   }
+}
+
+// The class of numerics of the points says which agree bit for bit: it must
+// move with the slices of K, which change the order of sums, and with nothing
+// else.
+inline void ExpectClassesAreSplits(const KernelTemplate& from,
+                                   const Problem& problem,
+                                   const std::vector<Assignment>& points) {
+  std::map<std::string, std::set<std::pair<int64_t, int64_t>>> splits;
+  for (const Assignment& point : points) {
+    const absl::StatusOr<PlanBody> body = from.MakeBody(problem, point);
+    ASSERT_TRUE(body.ok()) << body.status();
+    splits[body->numerics_class].insert(
+        {point.at("split_fc1"), point.at("split_fc2")});
+  }
+  std::set<std::pair<int64_t, int64_t>> all;
+  for (const auto& [name, members] : splits) {
+    EXPECT_EQ(members.size(), 1u) << name;
+    all.insert(members.begin(), members.end());
+  }
+  EXPECT_EQ(all.size(), splits.size());
+  EXPECT_GT(splits.size(), 1u);
 }
 
 }  // namespace kiln::testing

@@ -163,24 +163,10 @@ TEST(FusedMoeCudaTemplateTest, SlicesHoldWhatTheReadmeLists) {
   }
 }
 
-// The numerics class says which candidates agree bit for bit: it must move with
-// the slices of K, which change the order of sums, and with nothing else.
 TEST(FusedMoeCudaTemplateTest, TheNumericsClassIsTheOrderOfSums) {
   const Problem problem = ProblemFor(512, 256, 9);
-  std::map<std::string, std::set<std::pair<int64_t, int64_t>>> splits;
-  for (const Assignment& point : AllOf(problem)) {
-    ASSERT_OK_AND_ASSIGN(const PlanBody body,
-                         FusedMoeCudaTemplate()->MakeBody(problem, point));
-    splits[body.numerics_class].insert(
-        {point.at("split_fc1"), point.at("split_fc2")});
-  }
-  std::set<std::pair<int64_t, int64_t>> all;
-  for (const auto& [name, members] : splits) {
-    EXPECT_EQ(members.size(), 1u) << name;
-    all.insert(members.begin(), members.end());
-  }
-  EXPECT_EQ(all.size(), splits.size());
-  EXPECT_GT(splits.size(), 1u);
+  testing::ExpectClassesAreSplits(*FusedMoeCudaTemplate(), problem,
+                                  AllOf(problem));
 }
 
 TEST(FusedMoeCudaTemplateTest, LegalPointsKeepTheRulesOfTheReadme) {

@@ -123,22 +123,10 @@ TEST(FusedMoeMxCudaTemplateTest,
                         "smallm_max_tokens, 8"));
 }
 
-// The numerics class says which candidates agree bit for bit: it must move with
-// the slices of K, which change the order of sums, and with nothing else.
 TEST(FusedMoeMxCudaTemplateTest, TheNumericsClassIsTheOrderOfSums) {
   const Problem problem = ProblemFor(9, 32);
-  std::map<std::string, std::set<std::pair<int64_t, int64_t>>> splits;
-  for (const Assignment& point : SpaceOf(problem).points) {
-    splits[BodyOf(problem, point).numerics_class].insert(
-        {point.at("split_fc1"), point.at("split_fc2")});
-  }
-  std::set<std::pair<int64_t, int64_t>> all;
-  for (const auto& [name, members] : splits) {
-    EXPECT_EQ(members.size(), 1u) << name;
-    all.insert(members.begin(), members.end());
-  }
-  EXPECT_EQ(all.size(), splits.size());
-  EXPECT_GT(splits.size(), 1u);
+  testing::ExpectClassesAreSplits(*FusedMoeMxCudaTemplate(), problem,
+                                  SpaceOf(problem).points);
 }
 
 TEST(FusedMoeMxCudaTemplateTest, StepsCoverEveryRowChannelAndRoute) {

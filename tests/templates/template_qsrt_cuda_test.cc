@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -15,6 +14,7 @@
 #include "templates/fused_moe/op_qsrt.h"
 #include "templates/registry.h"
 #include "tests/support/status_matchers.h"
+#include "tests/templates/plan_parts.h"
 
 namespace kiln {
 namespace {
@@ -22,6 +22,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using testing::SliceBytes;
 using testing::StatusIs;
 
 Problem ProblemFor(uint32_t m_min, uint32_t m_max, bool shared = true,
@@ -58,14 +59,6 @@ std::vector<SourceUnit> UnitsOf(const Problem& problem) {
       problem.geometry, problem.device.target, SpaceOf(problem).points.front());
 }
 
-uint64_t SliceBytes(const PlanBody& body, const std::string& name) {
-  for (const ArenaSlice& slice : body.arena.slices) {
-    if (slice.name == name) return slice.bytes;
-  }
-  ADD_FAILURE() << "no slice " << name;
-  return 0;
-}
-
 std::vector<std::string> Labels(const PlanBody& body) {
   std::vector<std::string> labels;
   for (const Step& step : body.steps) labels.push_back(step.label);
@@ -75,11 +68,7 @@ std::vector<std::string> Labels(const PlanBody& body) {
 // The grid of a step for m tokens.
 uint64_t Grid(const PlanBody& body, const std::string& label, size_t dim,
               uint32_t m) {
-  for (const Step& step : body.steps) {
-    if (step.label == label) return step.grid[dim].Evaluate(m);
-  }
-  ADD_FAILURE() << "no step " << label;
-  return 0;
+  return testing::StepNamed(body, label).grid[dim].Evaluate(m);
 }
 
 // A few of many, the first among them.
@@ -175,22 +164,10 @@ TEST(FusedMoeQsrtCudaTemplateTest,
                         "decode_max_tokens, 8"));
 }
 
-// The numerics class says which candidates agree bit for bit: it must move with
-// the slices of K, which change the order of sums, and with nothing else.
 TEST(FusedMoeQsrtCudaTemplateTest, TheNumericsClassIsTheOrderOfSums) {
   const Problem problem = ProblemFor(9, 32);
-  std::map<std::string, std::set<std::pair<int64_t, int64_t>>> splits;
-  for (const Assignment& point : SpaceOf(problem).points) {
-    splits[BodyOf(problem, point).numerics_class].insert(
-        {point.at("split_fc1"), point.at("split_fc2")});
-  }
-  std::set<std::pair<int64_t, int64_t>> all;
-  for (const auto& [name, members] : splits) {
-    EXPECT_EQ(members.size(), 1u) << name;
-    all.insert(members.begin(), members.end());
-  }
-  EXPECT_EQ(all.size(), splits.size());
-  EXPECT_GT(splits.size(), 1u);
+  testing::ExpectClassesAreSplits(*FusedMoeQsrtCudaTemplate(), problem,
+                                  SpaceOf(problem).points);
 }
 
 TEST(FusedMoeQsrtCudaTemplateTest, StepsCoverEveryRowChannelAndRoute) {
@@ -321,30 +298,15 @@ TEST(FusedMoeQsrtCudaTemplateTest, StepsNameEntriesOfTheirProgram) {
     ASSERT_OK_AND_ASSIGN(const Candidate candidate,
                          FusedMoeQsrtCudaTemplate()->Instantiate(
                              problem, SpaceOf(problem).points.front()));
-    std::vector<std::set<std::string>> used(candidate.units.size());
-    for (const Step& step : candidate.body.steps) {
-      ASSERT_LT(step.program, candidate.units.size());
-      used[step.program].insert(step.entry);
-    }
     // Of the support program that candidates with the table share.
-    if (candidate.body.assignment.at("codewords") == 0) {
-      used[0].insert("kiln_qsrt_table");
-    }
-    for (size_t i = 0; i < candidate.units.size(); ++i) {
-      const SourceUnit& unit = candidate.units[i];
-      EXPECT_TRUE(std::is_sorted(unit.entries.begin(), unit.entries.end()));
-      EXPECT_EQ(used[i],
-                std::set<std::string>(unit.entries.begin(), unit.entries.end()))
-          << "a program exports what no step launches, or the reverse";
+    testing::ExpectProgramsOfSteps(candidate, {"kiln_qsrt_table"});
+    for (const SourceUnit& unit : candidate.units) {
       EXPECT_THAT(unit.text, HasSubstr("#define KILN_OTHER_LOW 2\n"));
       EXPECT_THAT(unit.text, HasSubstr("#define KILN_OTHER_HIGH 4\n"));
       EXPECT_THAT(unit.text, HasSubstr(absl::StrCat("#define KILN_SHARED_SUH ",
                                                     shared ? 1 : 0, "\n")));
       std::set<std::string> names;
-      for (const auto& [name, text] : unit.headers) {
-        EXPECT_FALSE(absl::StrContains(name, "cpu_")) << name;
-        names.insert(name);
-      }
+      for (const auto& [name, text] : unit.headers) names.insert(name);
       for (const char* header :
            {"cuda/grouped.h", "cuda/ring.h", "cuda/warp.h", "device/fragment.h",
             "fused_moe/mx_block.h", "fused_moe/mx_warp.h", "fused_moe/situ.h",
