@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -460,6 +461,17 @@ absl::Status RaceStage::TakeCasualties(Lane* lane) {
 
 absl::Status RaceStage::FinishRace(Lane* lane,
                                    const absl::StatusOr<RaceResult>& result) {
+  if (absl::IsResourceExhausted(result.status())) {
+    // Other requests may fit.
+    IntervalReport& row = state_.report.intervals[lane->index];
+    row.problem = std::string(result.status().message());
+    state_.progress.Note(
+        absl::StrCat(Describe(lane->index), ": no race: ", row.problem));
+    state_.claims.Release(lane->claims);
+    lane->lock.reset();
+    ++done_;
+    return absl::OkStatus();
+  }
   if (!result.ok()) {
     return Annotate(result.status(),
                     absl::StrCat("racing ", Describe(lane->index)));

@@ -57,7 +57,9 @@ KILN_FN u32 WarpSum(u32 v) {
 // Sorts routes by expert, stably. Block e serves expert e: it counts all
 // experts' routes, so that it knows where its own run starts without talking
 // to another block, then writes its run in ascending route order.
-template <u32 kExperts, typename Id>
+//   kShareUnit: 0 fills all tiles of an expert but the last; otherwise they
+//   share its rows evenly, in whole such units. Divides tokens_tile.
+template <u32 kExperts, u32 kShareUnit = 0, typename Id>
 KILN_FN void RouteBlock(const Id* ids, Row* rows, u32* positions, Tile* tiles,
                         Totals* totals, u32 routes, u32 tokens_tile) {
   __shared__ u32 counts[kExperts];
@@ -113,12 +115,21 @@ KILN_FN void RouteBlock(const Id* ids, Row* rows, u32* positions, Tile* tiles,
     sum.unused[0] = sum.unused[1] = 0;
     *totals = sum;
   }
+  // At most tokens_tile, and the last tile gets some: count is above
+  // (own_tiles - 1) * tokens_tile.
+  u32 share = tokens_tile;
+  if constexpr (kShareUnit != 0) {
+    if (own_tiles != 0) {
+      share = (count + own_tiles - 1) / own_tiles;
+      share = (share + kShareUnit - 1) / kShareUnit * kShareUnit;
+    }
+  }
   for (u32 i = threadIdx.x; i < own_tiles; i += kRouteThreads) {
-    const u32 left = count - i * tokens_tile;
+    const u32 left = count - i * share;
     Tile tile;
     tile.expert = expert;
-    tile.first = first + i * tokens_tile;
-    tile.rows = left < tokens_tile ? left : tokens_tile;
+    tile.first = first + i * share;
+    tile.rows = left < share ? left : share;
     tile.unused = 0;
     tiles[first_tile + i] = tile;
   }

@@ -90,24 +90,29 @@ KILN_FN u32 SpanState(const SpanBits& bits) {
   }
 }
 
-// Hashes of the two states in the halves of `word`. The low one is the hash of
-// the whole word less what the high state adds to it: a multiply-add instead
-// of a mask, because the integer pipe is the busier one.
-template <int CB>
+// Hashes of the two states in the halves of `word`. Where bytes of hashes are
+// summed next, sums and products share a pipe. Otherwise the integer pipe is
+// the busier one, and the low hash is that of the whole word less what the high
+// state adds to it: a multiply-add instead of a mask.
+template <int CB, bool kSumsBytes>
 KILN_FN void HashHalves(u32 word, u32* low, u32* high) {
   constexpr u32 kMultiplier = CB == kCodebook3Inst ? k3InstMultiplier
                               : CB == kCodebookMcg ? kMcgMultiplier
                                                    : kMul1Multiplier;
   constexpr u32 kAddend = CB == kCodebook3Inst ? k3InstAddend : 0u;
   *high = StateHash<CB>(word >> 16);
-  const u32 both = word * kMultiplier + (kAddend + (kAddend << 16));
+  if constexpr (kSumsBytes) {
+    *low = StateHash<CB>(word & 0xFFFFu);
+  } else {
+    const u32 both = word * kMultiplier + (kAddend + (kAddend << 16));
 #if KILN_ON_CUDA
-  asm("mad.lo.u32 %0, %1, %2, %3;"
-      : "=r"(*low)
-      : "r"(*high), "r"(0xFFFF0000u), "r"(both));
+    asm("mad.lo.u32 %0, %1, %2, %3;"
+        : "=r"(*low)
+        : "r"(*high), "r"(0xFFFF0000u), "r"(both));
 #else
-  *low = both - (*high << 16);
+    *low = both - (*high << 16);
 #endif
+  }
 }
 
 #if KILN_ON_CUDA
@@ -167,10 +172,10 @@ KILN_FN u32 HashValues(u32 x0, u32 x1) {
 
 // Hashes of positions kIndex and kIndex - 16 / K, whose windows lie side by
 // side in one word.
-template <int CB, int K, int kIndex>
+template <int CB, bool kSumsBytes, int K, int kIndex>
 KILN_FN void HashNeighbours(const SpanBits& bits, u32 x[8]) {
-  HashHalves<CB>(SpanWord<(7 - kIndex) * K>(bits), &x[kIndex],
-                 &x[kIndex - 16 / K]);
+  HashHalves<CB, kSumsBytes>(SpanWord<(7 - kIndex) * K>(bits), &x[kIndex],
+                             &x[kIndex - 16 / K]);
 }
 
 template <int CB, int K, int kIndex>
@@ -180,19 +185,20 @@ KILN_FN void HashFrom(const SpanBits& bits, u32 x[8]) {
 }
 
 // Hashes of the lane's eight positions, in stream order: 0 to 3 are channel l/4
-// and k 2(l%4) + {0, 1, 8, 9}, 4 to 7 the same of channel l/4 + 8.
-template <int CB, int K>
+// and k 2(l%4) + {0, 1, 8, 9}, 4 to 7 the same of channel l/4 + 8. kSumsBytes:
+// ByteSum is made of them.
+template <int CB, int K, bool kSumsBytes>
 KILN_FN void HashFragment(const SpanBits& bits, u32 x[8]) {
   if constexpr (K == 4) {
-    HashNeighbours<CB, 4, 7>(bits, x);
-    HashNeighbours<CB, 4, 6>(bits, x);
-    HashNeighbours<CB, 4, 5>(bits, x);
-    HashNeighbours<CB, 4, 4>(bits, x);
+    HashNeighbours<CB, kSumsBytes, 4, 7>(bits, x);
+    HashNeighbours<CB, kSumsBytes, 4, 6>(bits, x);
+    HashNeighbours<CB, kSumsBytes, 4, 5>(bits, x);
+    HashNeighbours<CB, kSumsBytes, 4, 4>(bits, x);
   } else if constexpr (K == 8) {
-    HashNeighbours<CB, 8, 7>(bits, x);
-    HashNeighbours<CB, 8, 6>(bits, x);
-    HashNeighbours<CB, 8, 3>(bits, x);
-    HashNeighbours<CB, 8, 2>(bits, x);
+    HashNeighbours<CB, kSumsBytes, 8, 7>(bits, x);
+    HashNeighbours<CB, kSumsBytes, 8, 6>(bits, x);
+    HashNeighbours<CB, kSumsBytes, 8, 3>(bits, x);
+    HashNeighbours<CB, kSumsBytes, 8, 2>(bits, x);
   } else {
     HashFrom<CB, K, 0>(bits, x);
   }
@@ -203,7 +209,7 @@ KILN_FN void HashFragment(const SpanBits& bits, u32 x[8]) {
 template <int CB, int K>
 KILN_FN void DecodeFragment(const SpanBits& bits, u32 a[4]) {
   u32 x[8];
-  HashFragment<CB, K>(bits, x);
+  HashFragment<CB, K, CB == kCodebookMul1>(bits, x);
   a[0] = HashValues<CB>(x[0], x[1]);
   a[1] = HashValues<CB>(x[4], x[5]);
   a[2] = HashValues<CB>(x[2], x[3]);

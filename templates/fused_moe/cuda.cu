@@ -78,6 +78,8 @@ static_assert(kExperts >= 1 && kExperts <= 1024, "E in 1..1024");
 
 constexpr u32 kHelperThreads = 128;
 constexpr u32 kHelperWarps = kHelperThreads / 32;
+// Tiles of an expert share its rows evenly where a product skips units of rows.
+constexpr u32 kShareUnit = KILN_OPERAND_ORDER == 0 ? 0 : 32;
 #if KILN_SHARED_SUH
 // 128 blocks that one warp of route rotates; their loads overlap.
 constexpr u32 kWarpRotations = 2;
@@ -172,8 +174,8 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
                    u32 tokens, u32 tokens_tile) {
   kd::BeginStep();
   if (blockIdx.x < kExperts) {
-    kd::RouteBlock<kExperts>(ids, rows, positions, tiles, totals,
-                             tokens * kTopK, tokens_tile);
+    kd::RouteBlock<kExperts, kShareUnit>(ids, rows, positions, tiles, totals,
+                                         tokens * kTopK, tokens_tile);
     return;
   }
   constexpr u32 kBlocks = kHidden / 128;
@@ -207,8 +209,8 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
                    u32* __restrict__ positions, Tile* __restrict__ tiles,
                    Totals* __restrict__ totals, u32 tokens, u32 tokens_tile) {
   kd::BeginStep();
-  kd::RouteBlock<kExperts>(ids, rows, positions, tiles, totals, tokens * kTopK,
-                           tokens_tile);
+  kd::RouteBlock<kExperts, kShareUnit>(ids, rows, positions, tiles, totals,
+                                       tokens * kTopK, tokens_tile);
 }
 
 // Per-expert tables: operands per sorted row.
@@ -231,6 +233,9 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
 }
 
 #endif  // KILN_SHARED_SUH
+
+// ---- activation and combining, products in rows ----------------------------
+#if KILN_OPERAND_ORDER == 0
 
 // Steps 4 (rounding) to 7: one 128 block of one sorted row per warp.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
@@ -343,6 +348,194 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
   *reinterpret_cast<float4*>(out + static_cast<u64>(token) * kHidden + column) =
       make_float4(sum[0], sum[1], sum[2], sum[3]);
 }
+
+// ---- the same, products as warpgroup.cu writes them ------------------------
+#else
+
+// Where eight neighbouring channels of a sorted row lie in a product: blocks of
+// 64 channels, in them rows of 128 bytes whose 16-byte pieces are swizzled by
+// the row.
+//   total: rows of the product
+__device__ __forceinline__ const u16* ProductPiece(const u16* product,
+                                                   u32 column, u64 total,
+                                                   u32 row) {
+  return product + (column / 64 * total + row) * 64 +
+         (column / 8 % 8 ^ row % 8) * 8;
+}
+
+// Eight neighbouring halves.
+__device__ __forceinline__ void Unpack8(const uint4& bits, float* v) {
+  const u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    v[2 * i] = kd::f16_to_f32(static_cast<u16>(words[i]));
+    v[2 * i + 1] = kd::f16_to_f32(static_cast<u16>(words[i] >> 16));
+  }
+}
+
+__device__ __forceinline__ void Load8(const u16* from, float* v) {
+  Unpack8(*reinterpret_cast<const uint4*>(from), v);
+}
+
+// v *= what lane c of four holds of a table's 128 block; see QuadHadamard128.
+__device__ __forceinline__ void ScaleQuad(const u16* table, u32 c,
+                                          float (&v)[32]) {
+#pragma unroll
+  for (u32 j = 0; j < 4; ++j) {
+    float scale[8];
+    Load8(table + (j * 4 + c) * 8, scale);
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) v[j * 8 + i] *= scale[i];
+  }
+}
+
+// Stores a 128 block of an operand row, of which lane c of four holds its part,
+// in the order of StoreOperand.
+__device__ __forceinline__ void StoreQuad(u16* block, u32 c,
+                                          const float (&v)[32], bool store) {
+  // Lanes c and c ^ 2 exchange halves: one gets pairs of the first 64 channels,
+  // the other of the last. A lane has pairs 8w + 4(c % 2) + p of them where w
+  // is c / 2 and 2 + c / 2, its partner the rest.
+  u32 pairs[2][2][4];  // of 64 channels, of w, p
+#pragma unroll
+  for (u32 i = 0; i < 16; ++i) {
+    pairs[i / 8][i / 4 % 2][i % 4] = kd::Pack2(v[2 * i], v[2 * i + 1]);
+  }
+  const bool upper = c >= 2;
+#pragma unroll
+  for (u32 p = 0; p < 4; ++p) {
+    u32 words[4];
+#pragma unroll
+    for (u32 t = 0; t < 2; ++t) {
+      const u32 own = upper ? pairs[1][t][p] : pairs[0][t][p];
+      const u32 other = __shfl_xor_sync(
+          0xFFFFFFFFu, upper ? pairs[0][t][p] : pairs[1][t][p], 2);
+      words[2 * t] = upper ? other : own;
+      words[2 * t + 1] = upper ? own : other;
+    }
+    if (store) {
+      *reinterpret_cast<uint4*>(block + c / 2 * 64 + p * 16 + c % 2 * 8) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+}
+
+// Steps 4 (rounding) to 7: one 128 block of eight sorted rows per warp, of one
+// row per four lanes. K is not split.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    kiln_moe_activate(const u16* fc1, const u16* __restrict__ rotations,
+                      const Row* rows, const Totals* totals,
+                      u16* __restrict__ activated, u32 tokens, u32) {
+  kd::BeginStep();
+  constexpr u32 kBlocks = kInter / 128;
+  const u32 lane = threadIdx.x % 32;
+  const u32 c = lane % 4;
+  const u32 warp = blockIdx.x * kHelperWarps + threadIdx.x / 32;
+  const u32 first = warp / kBlocks * 8;
+  const u32 live = totals->rows;
+  if (first >= live) return;
+  // Lanes of rows beyond the last one work on it again.
+  const bool store = first + lane / 4 < live;
+  const u32 at = store ? first + lane / 4 : live - 1;
+  const u32 column = warp % kBlocks * 128;
+  const u64 total = static_cast<u64>(tokens) * kTopK;
+  const u16* table =
+      rotations + static_cast<u64>(rows[at].expert) * (3 * kInter) + column;
+  float gate[32], up[32];
+#pragma unroll
+  for (u32 j = 0; j < 4; ++j) {
+    const u32 channel = column + (j * 4 + c) * 8;
+    Load8(ProductPiece(fc1, channel, total, at), gate + j * 8);
+    Load8(ProductPiece(fc1, kInter + channel, total, at), up + j * 8);
+  }
+  kd::QuadHadamard128(gate, lane);
+  ScaleQuad(table, c, gate);
+  kd::QuadHadamard128(up, lane);
+  ScaleQuad(table + kInter, c, up);
+#pragma unroll
+  for (u32 i = 0; i < 32; ++i) gate[i] = kd::Silu(gate[i]) * up[i];
+  ScaleQuad(table + 2 * kInter, c, gate);
+  kd::QuadHadamard128(gate, lane);
+  StoreQuad(activated + static_cast<u64>(at) * kInter + column, c, gate, store);
+}
+
+// Steps 8 (rounding) to 10, as above: one 128 block of one token per 16 lanes.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    kiln_moe_combine(const u16* fc2, const u16* __restrict__ down_svh,
+                     const float* __restrict__ weights, const u32* positions,
+                     const Row* rows, float* __restrict__ out, u32 tokens,
+                     u32) {
+  kd::BeginStep();
+  constexpr u32 kBlocks = kHidden / 128;
+  constexpr u32 kAtOnce = kTopK < 8 ? kTopK : 8;  // routes loaded together
+  const u32 lane = threadIdx.x % 32;
+  const u32 own = lane % 16;
+  const u32 item =
+      (blockIdx.x * kHelperWarps + threadIdx.x / 32) * 2 + lane / 16;
+  const bool store = item / kBlocks < tokens;
+  if ((item - lane / 16) / kBlocks >= tokens) return;
+  // Lanes beyond the last token work on it again.
+  const u32 token = store ? item / kBlocks : tokens - 1;
+  const u32 column = item % kBlocks * 128 + own * 8;
+  const u64 total = static_cast<u64>(tokens) * kTopK;
+  float sum[8] = {};
+#pragma unroll 1
+  for (u32 base = 0; base < kTopK; base += kAtOnce) {
+    // Lane j holds what belongs to route j of these.
+    u32 own_row = kNone;
+    float own_weight = 0.0f;
+    if (own < kAtOnce && base + own < kTopK) {
+      const u64 route = static_cast<u64>(token) * kTopK + base + own;
+      own_row = positions[route];
+      own_weight = weights[route];
+    }
+#if !KILN_SHARED_SUH
+    const u32 own_expert = own_row != kNone ? rows[own_row].expert : 0;
+#endif
+    uint4 bits[kAtOnce];
+#pragma unroll
+    for (u32 j = 0; j < kAtOnce; ++j) {
+      const u32 row = __shfl_sync(0xFFFFFFFFu, own_row, j, 16);
+      bits[j] = make_uint4(0, 0, 0, 0);
+      if (row != kNone) {
+        bits[j] = *reinterpret_cast<const uint4*>(
+            ProductPiece(fc2, column, total, row));
+      }
+    }
+#pragma unroll
+    for (u32 j = 0; j < kAtOnce; ++j) {
+      const bool active = __shfl_sync(0xFFFFFFFFu, own_row, j, 16) != kNone;
+      const float weight = __shfl_sync(0xFFFFFFFFu, own_weight, j, 16);
+      float value[8];
+      Unpack8(bits[j], value);
+#if !KILN_SHARED_SUH
+      const u32 expert = __shfl_sync(0xFFFFFFFFu, own_expert, j, 16);
+      float svh[8];
+      Load8(down_svh + static_cast<u64>(expert) * kHidden + column, svh);
+      kd::HalfWarpHadamard128(value, lane);
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i) value[i] *= svh[i];
+#endif
+      if (!active) continue;
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i) sum[i] = kd::Fma(weight, value[i], sum[i]);
+    }
+  }
+#if KILN_SHARED_SUH
+  float svh[8];
+  Load8(down_svh + column, svh);
+  kd::HalfWarpHadamard128(sum, lane);
+#pragma unroll
+  for (u32 i = 0; i < 8; ++i) sum[i] *= svh[i];
+#endif
+  if (!store) return;
+  float4* to = reinterpret_cast<float4*>(
+      out + static_cast<u64>(token) * kHidden + column);
+  to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+  to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+}
+
+#endif  // KILN_OPERAND_ORDER
 
 #endif  // KILN_PART == 0
 
@@ -461,6 +654,10 @@ __device__ __forceinline__ void ComputeStage(const unsigned char* stage,
 #pragma unroll
         for (u32 i = 0; i < kWarpStrips; ++i) {
           kd::Mma(sums[i][g], a[i], b[0], b[1]);
+        }
+        if (g * 8 + 8 >= rows) continue;
+#pragma unroll
+        for (u32 i = 0; i < kWarpStrips; ++i) {
           kd::Mma(sums[i][g + 1], a[i], b[2], b[3]);
         }
       }

@@ -38,7 +38,8 @@ SourceUnit GroupedSupportUnit(const RequestGeometry& geometry,
 
 void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
                      uint32_t tile, const GroupedLaunch& fc1,
-                     const GroupedLaunch& fc2, PlanBody* body) {
+                     const GroupedLaunch& fc2, OperandOrder order,
+                     PlanBody* body) {
   const bool shared = geometry.weights.shared_scales;
   const auto hidden = static_cast<uint32_t>(geometry.hidden);
   const auto inter = static_cast<uint32_t>(geometry.intermediate);
@@ -106,13 +107,25 @@ void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
       fc1.shared_bytes,
       {gate, up, p(P::kWGate), p(P::kWUp), rows, tiles, totals, fc1_sums,
        Arg::Tokens()});
-  add("activate", 0, warps_over(top_k * (inter / 128)), one, kHelperThreads, 0,
+  // A warp activates a 128 block of one row, or of eight, and combines one of
+  // one token, or two.
+  const bool natural = order == OperandOrder::kNatural;
+  const LaunchDim activate = natural
+                                 ? warps_over(top_k * (inter / 128))
+                                 : LaunchDim::Of({.mul = top_k * (inter / 128),
+                                                  .add = 7 * (inter / 128),
+                                                  .div = 8 * kHelperWarps});
+  const LaunchDim combine =
+      natural ? warps_over(hidden / 128)
+              : LaunchDim::Of(
+                    {.mul = hidden / 128, .add = 0, .div = 2 * kHelperWarps});
+  add("activate", 0, activate, one, kHelperThreads, 0,
       {fc1_sums, p(P::kRotations), rows, totals, activated, Arg::Tokens(),
        Arg::U32(fc1.slices)});
   add("fc2", 1, fc2.blocks, LaunchDim::Constant(fc2.slices), fc2.threads,
       fc2.shared_bytes,
       {activated, p(P::kWDown), tiles, totals, fc2_sums, Arg::Tokens()});
-  add("combine", 0, warps_over(hidden / 128), one, kHelperThreads, 0,
+  add("combine", 0, combine, one, kHelperThreads, 0,
       {fc2_sums, p(P::kDownSvh), p(P::kTopkWeights), positions, rows,
        p(P::kOut), Arg::Tokens(), Arg::U32(fc2.slices)});
 }

@@ -33,7 +33,8 @@ SourceUnit GroupedSupportUnit(const RequestGeometry& geometry,
 // kiln_moe_fc2. tile: rows of one expert that a product takes at once.
 void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
                      uint32_t tile, const GroupedLaunch& fc1,
-                     const GroupedLaunch& fc2, PlanBody* body);
+                     const GroupedLaunch& fc2, OperandOrder order,
+                     PlanBody* body);
 
 }  // namespace kiln
 

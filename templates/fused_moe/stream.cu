@@ -509,7 +509,7 @@ __device__ __forceinline__ void Accumulate(const u32 (&w)[kBits + 1],
     Mma(d, a[0], a[1], a[2], a[3], low[0], high[0]);
   } else {
     u32 x[8];
-    kd::HashFragment<KILN_CODEBOOK, kBits>(bits, x);
+    kd::HashFragment<KILN_CODEBOOK, kBits, kSum == kBiased>(bits, x);
     if constexpr (kSum == kBiased) {
       Mma(d, BiasedPair(x[0], x[1]), BiasedPair(x[4], x[5]),
           BiasedPair(x[2], x[3]), BiasedPair(x[6], x[7]), low[0], high[0]);

@@ -128,7 +128,8 @@ class Template : public KernelTemplate {
     };
     AddGroupedSteps(geometry, problem.interval.m_max, tile,
                     launch(Fc1(geometry), point.at("split_fc1")),
-                    launch(Fc2(geometry), point.at("split_fc2")), &body);
+                    launch(Fc2(geometry), point.at("split_fc2")),
+                    OperandOrder::kNatural, &body);
     return body;
   }
 

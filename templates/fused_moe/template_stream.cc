@@ -251,8 +251,9 @@ class Template : public KernelTemplate {
                             int64_t sum, double operand_cycles) {
     // Issue slots of a warp for one 16 x 16 tile, by mode, with its MMAs, which
     // do not overlap with anything; and how long it takes a lone warp.
-    constexpr double kTileCycles[] = {57, 47, 43, 53};
-    constexpr double kUnalignedCycles = 9;  // bits not 4 or 8
+    constexpr double kTileCycles[] = {57, 47, 43, 50};
+    constexpr double kRoundedMul1Cycles = 53;  // where mode 0 of others has 57
+    constexpr double kUnalignedCycles = 9;     // bits not 4 or 8
     constexpr double kTileLatency = 140;
     // Four blocks of a multiprocessor have fewer registers each.
     constexpr double kSpillFactor = 1.02;
@@ -278,8 +279,12 @@ class Template : public KernelTemplate {
             static_cast<double>(product.ctas),
             std::floor(static_cast<double>(problem.device.shared_bytes_per_sm) /
                        shared)));
+    const double decode =
+        sum == 0 && geometry.weights.codebook == Codebook::kMul1
+            ? kRoundedMul1Cycles
+            : kTileCycles[sum];
     const double tile =
-        (kTileCycles[sum] + (product.bits % 4 == 0 ? 0 : kUnalignedCycles)) *
+        (decode + (product.bits % 4 == 0 ? 0 : kUnalignedCycles)) *
         (product.ctas == 4 ? kSpillFactor : 1.0);
     const auto blocks_of_k = static_cast<double>(product.blocks());
     const double tiles = blocks_of_k * (kBlock / 16) * kWarpTiles *

@@ -22,6 +22,8 @@ constexpr int64_t kDepthStep = 64;  // input channels of a step of the ring
 constexpr int64_t kStages = 4;      // steps in the ring
 constexpr uint32_t kThreads = 384;  // two warpgroups multiply, one copies
 constexpr int64_t kTwoBlocksTokensMax = 64;
+constexpr double kUnitRows = 32;           // of an MMA: a multiple of it
+constexpr double kPartialTokensMax = 256;  // beyond it a tile is always whole
 // Below it cuda.cu is faster whatever the axes are.
 constexpr int64_t kRoutesPerExpertMin = 8;
 
@@ -42,22 +44,22 @@ Product Fc2(const RequestGeometry& geometry) {
   return {geometry.intermediate, geometry.hidden, geometry.weights.bits.down};
 }
 
-// Rows that one MMA of warpgroup.cu multiplies.
-int64_t UnitRows(int64_t tile) { return tile <= 128 ? 32 : 64; }
+// Rows that a warpgroup passes on through shared memory at once.
+int64_t ResultRows(int64_t tile) { return tile <= 128 ? 32 : 64; }
 
 // The ring of operand rows, packed weights and barriers, and what warpgroups
 // pass results through.
 int64_t SharedBytes(const Product& product, const AxisPoint& point) {
   return kStages * (point.at("tokens_tile") * kDepthStep * 2 +
                     4 * (2 * kChannels * product.bits + 32) + 16) +
-         2 * UnitRows(point.at("tokens_tile")) * (64 * 2 + 16);
+         2 * 2 * ResultRows(point.at("tokens_tile")) * 128;
 }
 
 class Template : public KernelTemplate {
  public:
   absl::string_view name() const override { return "fused_moe.warpgroup"; }
 
-  uint32_t version() const override { return 1; }
+  uint32_t version() const override { return 2; }
 
   Digest sources() const override {
     static const Digest digest = TemplateSourcesDigest(
@@ -129,7 +131,8 @@ class Template : public KernelTemplate {
     };
     AddGroupedSteps(geometry, problem.interval.m_max,
                     static_cast<uint32_t>(point.at("tokens_tile")),
-                    launch(Fc1(geometry)), launch(Fc2(geometry)), &body);
+                    launch(Fc1(geometry)), launch(Fc2(geometry)),
+                    OperandOrder::kWarpgroup, &body);
     return body;
   }
 
@@ -152,7 +155,8 @@ class Template : public KernelTemplate {
 
  private:
   static std::vector<Axis> Axes() {
-    return {{"tokens_tile", {32, 64, 96, 128, 192, 256}}, {"ctas", {1, 2}}};
+    return {{"tokens_tile", {32, 64, 96, 128, 160, 192, 224, 256, 288, 320}},
+            {"ctas", {1, 2}}};
   }
 
   // Empty, or the rule that the point breaks.
@@ -192,24 +196,27 @@ class Template : public KernelTemplate {
            ProductCost(problem, point, tiles, Fc2(problem.geometry));
   }
 
-  // Constants: fitted to the harness's timings on an H200 for m = 512 to 4096.
+  // Constants: fitted to cycles of the products on an H200 at m = 2000 to 4096.
   static double ProductCost(const Problem& problem, const AxisPoint& point,
                             double tiles, const Product& product) {
-    // Of a step: decoding, which hides part of the MMAs; how much longer MMAs
-    // take than on their own; and what an item costs beside its steps.
-    constexpr double kStepCycles = 450;
-    constexpr double kUnalignedStepCycles = 540;  // bits not a multiple of 4
-    constexpr double kMmaFactor = 1.05;
-    constexpr double kItemCycles = 2000;
+    // Of a step: decoding, which hides part of the MMAs; the rest of these; and
+    // what an item costs beside its steps.
+    constexpr double kStepCycles = 560;
+    constexpr double kUnalignedStepCycles = 670;  // bits not a multiple of 4
+    constexpr double kMmaFactor = 0.62;
+    constexpr double kItemCycles = 2400;
+    constexpr double kTwoBlocksFactor = 0.92;  // they hide each other's waiting
     const auto tile = static_cast<double>(point.at("tokens_tile"));
     const auto ctas = static_cast<double>(point.at("ctas"));
-    const auto unit = static_cast<double>(UnitRows(point.at("tokens_tile")));
     const double rows = static_cast<double>(problem.interval.m_max) *
                         static_cast<double>(problem.geometry.top_k);
     // Units that hold rows, of a tile; the last one is half empty.
-    const double live = std::clamp(rows / tiles / unit + 0.5, 1.0, tile / unit);
+    const double live =
+        tile > kPartialTokensMax
+            ? tile / kUnitRows
+            : std::clamp(rows / tiles / kUnitRows + 0.5, 1.0, tile / kUnitRows);
     // Two warpgroups, four k-tiles.
-    const double multiply = 2 * 4 * live * unit / 2;
+    const double multiply = 2 * 4 * live * kUnitRows / 2;
     const double step =
         (product.bits % 4 == 0 ? kStepCycles : kUnalignedStepCycles) +
         kMmaFactor * multiply;
@@ -218,7 +225,8 @@ class Template : public KernelTemplate {
     const double waves = tiles *
                          static_cast<double>(product.outputs / kChannels) /
                          (std::max(1, problem.device.multiprocessors) * ctas);
-    return item * ctas * std::max(1.0, std::ceil(waves));
+    return item * ctas * (ctas > 1 ? kTwoBlocksFactor : 1.0) *
+           std::max(1.0, std::ceil(waves));
   }
 };
 

@@ -5,8 +5,7 @@
 // entries.
 //
 // Prelude as cuda.cu. Axes:
-//   KILN_TOKENS_TILE T  rows of one expert per tile: 32, 64, 96, 128, 192 or
-//                       256
+//   KILN_TOKENS_TILE T  rows of one expert per tile: 32, 64, ... 320
 //   KILN_CTAS           1 or 2 blocks per SM (2: T up to 64)
 //
 // Shape of the computation. As in cuda.cu weights are the A operand and go from
@@ -50,9 +49,18 @@ constexpr u32 kTokens = KILN_TOKENS_TILE;
 constexpr u32 kStages = 4;
 constexpr u32 kChannels = 128;
 constexpr u32 kDepthStep = 64;
-// Rows of one MMA: a tile multiplies only as many of them as hold its rows.
-constexpr u32 kUnit = kTokens <= 128 ? 32 : 64;
+// A tile multiplies only as many units of rows as hold its rows, up to 8 by one
+// MMA.
+constexpr u32 kUnit = 32;
 constexpr u32 kUnits = kTokens / kUnit;
+// Beyond 256 rows, two MMAs, registers suffice for one number of units only.
+constexpr u32 kLiveMin = kTokens <= 256 ? 1 : kUnits;
+// Rows that a warpgroup passes on through shared memory at once.
+constexpr u32 kResultRows = kTokens <= 128 ? 32 : 64;
+// A warp's 16 channels by the rows of a tile. One variable serves all numbers
+// of live units: the compiler keeps the sums of every MMA chain in registers of
+// their own.
+using Sums = float[kTokens / 2];
 constexpr u32 kConsumers = 256;  // threads that multiply
 constexpr u32 kProducers = 128;  // threads that copy
 constexpr u32 kThreads = kConsumers + kProducers;
@@ -159,48 +167,171 @@ __device__ __forceinline__ u64 OperandDescriptor(u32 address) {
   return kSwizzle128 | kRowGroups | (u64{1} << 16) | (address >> 4);
 }
 
+// Sums of one MMA: 64 channels x 32 rows a list.
+#define KILN_SUMS_0                  \
+  "%0, %1, %2, %3, %4, %5, %6, %7, " \
+  "%8, %9, %10, %11, %12, %13, %14, %15"
+#define KILN_SUMS_1                          \
+  "%16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31"
+#define KILN_SUMS_2                          \
+  "%32, %33, %34, %35, %36, %37, %38, %39, " \
+  "%40, %41, %42, %43, %44, %45, %46, %47"
+#define KILN_SUMS_3                          \
+  "%48, %49, %50, %51, %52, %53, %54, %55, " \
+  "%56, %57, %58, %59, %60, %61, %62, %63"
+#define KILN_SUMS_4                          \
+  "%64, %65, %66, %67, %68, %69, %70, %71, " \
+  "%72, %73, %74, %75, %76, %77, %78, %79"
+#define KILN_SUMS_5                          \
+  "%80, %81, %82, %83, %84, %85, %86, %87, " \
+  "%88, %89, %90, %91, %92, %93, %94, %95"
+#define KILN_SUMS_6                              \
+  "%96, %97, %98, %99, %100, %101, %102, %103, " \
+  "%104, %105, %106, %107, %108, %109, %110, %111"
+#define KILN_SUMS_7                                  \
+  "%112, %113, %114, %115, %116, %117, %118, %119, " \
+  "%120, %121, %122, %123, %124, %125, %126, %127"
 #define KILN_EIGHT(d, i)                                                    \
   "+f"((d)[i]), "+f"((d)[(i) + 1]), "+f"((d)[(i) + 2]), "+f"((d)[(i) + 3]), \
       "+f"((d)[(i) + 4]), "+f"((d)[(i) + 5]), "+f"((d)[(i) + 6]),           \
       "+f"((d)[(i) + 7])
+#define KILN_SIXTEEN(d, i) KILN_EIGHT(d, i), KILN_EIGHT(d, (i) + 8)
 
-// d (+)= a x the operand rows of the descriptor; 64 channels x kUnit rows x 16
-// k. Without `add` what d held is dropped.
-__device__ __forceinline__ void Multiply(float (&d)[kUnit / 2],
-                                         const u32 (&a)[4], u64 rows, u32 add) {
-#if KILN_TOKENS_TILE <= 128
-  asm volatile(
-      "{\n"
-      "  .reg .pred p;\n"
-      "  setp.ne.b32 p, %21, 0;\n"
-      "  wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15}, "
-      "{%16, %17, %18, %19}, %20, p, 1, 1, 0;\n"
-      "}"
-      : KILN_EIGHT(d, 0), KILN_EIGHT(d, 8)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(add));
-#else
-  asm volatile(
-      "{\n"
-      "  .reg .pred p;\n"
-      "  setp.ne.b32 p, %37, 0;\n"
-      "  wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n"
-      "}"
-      : KILN_EIGHT(d, 0), KILN_EIGHT(d, 8), KILN_EIGHT(d, 16), KILN_EIGHT(d, 24)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(add));
-#endif
+// Sums of units kFirst to kFirst + kLive (+)= a x their operand rows, from the
+// descriptor's on; 64 channels, 16 k. Without `add` what they held is dropped.
+template <u32 kLive, u32 kFirst>
+__device__ __forceinline__ void MultiplyUnits(Sums& sums, const u32 (&a)[4],
+                                              u64 rows, u32 add) {
+  float* const d = &sums[kFirst * 16];
+  if constexpr (kLive == 1) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred p;\n"
+        "  setp.ne.b32 p, %21, 0;\n"
+        "  wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+        "{" KILN_SUMS_0
+        "}, "
+        "{%16, %17, %18, %19}, %20, p, 1, 1, 0;\n"
+        "}"
+        : KILN_SIXTEEN(d, 0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(add));
+  } else if constexpr (kLive == 2) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred p;\n"
+        "  setp.ne.b32 p, %37, 0;\n"
+        "  wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{" KILN_SUMS_0 ", " KILN_SUMS_1
+        "}, "
+        "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n"
+        "}"
+        : KILN_SIXTEEN(d, 0), KILN_SIXTEEN(d, 16)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(add));
+  } else if constexpr (kLive == 3) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred p;\n"
+        "  setp.ne.b32 p, %53, 0;\n"
+        "  wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 "
+        "{" KILN_SUMS_0 ", " KILN_SUMS_1 ", " KILN_SUMS_2
+        "}, "
+        "{%48, %49, %50, %51}, %52, p, 1, 1, 0;\n"
+        "}"
+        : KILN_SIXTEEN(d, 0), KILN_SIXTEEN(d, 16), KILN_SIXTEEN(d, 32)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(add));
+  } else if constexpr (kLive == 4) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred p;\n"
+        "  setp.ne.b32 p, %69, 0;\n"
+        "  wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+        "{" KILN_SUMS_0 ", " KILN_SUMS_1 ", " KILN_SUMS_2 ", " KILN_SUMS_3
+        "}, "
+        "{%64, %65, %66, %67}, %68, p, 1, 1, 0;\n"
+        "}"
+        : KILN_SIXTEEN(d, 0), KILN_SIXTEEN(d, 16), KILN_SIXTEEN(d, 32),
+          KILN_SIXTEEN(d, 48)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(add));
+  } else if constexpr (kLive == 5) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred p;\n"
+        "  setp.ne.b32 p, %85, 0;\n"
+        "  wgmma.mma_async.sync.aligned.m64n160k16.f32.f16.f16 "
+        "{" KILN_SUMS_0 ", " KILN_SUMS_1 ", " KILN_SUMS_2 ", " KILN_SUMS_3
+        ", " KILN_SUMS_4
+        "}, "
+        "{%80, %81, %82, %83}, %84, p, 1, 1, 0;\n"
+        "}"
+        : KILN_SIXTEEN(d, 0), KILN_SIXTEEN(d, 16), KILN_SIXTEEN(d, 32),
+          KILN_SIXTEEN(d, 48), KILN_SIXTEEN(d, 64)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(add));
+  } else if constexpr (kLive == 6) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred p;\n"
+        "  setp.ne.b32 p, %101, 0;\n"
+        "  wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 "
+        "{" KILN_SUMS_0 ", " KILN_SUMS_1 ", " KILN_SUMS_2 ", " KILN_SUMS_3
+        ", " KILN_SUMS_4 ", " KILN_SUMS_5
+        "}, "
+        "{%96, %97, %98, %99}, %100, p, 1, 1, 0;\n"
+        "}"
+        : KILN_SIXTEEN(d, 0), KILN_SIXTEEN(d, 16), KILN_SIXTEEN(d, 32),
+          KILN_SIXTEEN(d, 48), KILN_SIXTEEN(d, 64), KILN_SIXTEEN(d, 80)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(add));
+  } else if constexpr (kLive == 7) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred p;\n"
+        "  setp.ne.b32 p, %117, 0;\n"
+        "  wgmma.mma_async.sync.aligned.m64n224k16.f32.f16.f16 "
+        "{" KILN_SUMS_0 ", " KILN_SUMS_1 ", " KILN_SUMS_2 ", " KILN_SUMS_3
+        ", " KILN_SUMS_4 ", " KILN_SUMS_5 ", " KILN_SUMS_6
+        "}, "
+        "{%112, %113, %114, %115}, %116, p, 1, 1, 0;\n"
+        "}"
+        : KILN_SIXTEEN(d, 0), KILN_SIXTEEN(d, 16), KILN_SIXTEEN(d, 32),
+          KILN_SIXTEEN(d, 48), KILN_SIXTEEN(d, 64), KILN_SIXTEEN(d, 80),
+          KILN_SIXTEEN(d, 96)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(add));
+  } else if constexpr (kLive == 8) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred p;\n"
+        "  setp.ne.b32 p, %133, 0;\n"
+        "  wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 "
+        "{" KILN_SUMS_0 ", " KILN_SUMS_1 ", " KILN_SUMS_2 ", " KILN_SUMS_3
+        ", " KILN_SUMS_4 ", " KILN_SUMS_5 ", " KILN_SUMS_6 ", " KILN_SUMS_7
+        "}, "
+        "{%128, %129, %130, %131}, %132, p, 1, 1, 0;\n"
+        "}"
+        : KILN_SIXTEEN(d, 0), KILN_SIXTEEN(d, 16), KILN_SIXTEEN(d, 32),
+          KILN_SIXTEEN(d, 48), KILN_SIXTEEN(d, 64), KILN_SIXTEEN(d, 80),
+          KILN_SIXTEEN(d, 96), KILN_SIXTEEN(d, 112)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(add));
+  }
+}
+
+// The same of kLive units from the first on, as one MMA or two.
+template <u32 kLive>
+__device__ __forceinline__ void Multiply(Sums& sums, const u32 (&a)[4],
+                                         u64 rows, u32 add) {
+  if constexpr (kLive <= 8) {
+    MultiplyUnits<kLive, 0>(sums, a, rows, add);
+  } else {
+    // The larger one last: what follows runs beside it.
+    MultiplyUnits<kLive - 8, 0>(sums, a, rows, add);
+    MultiplyUnits<8, kLive - 8>(
+        sums, a, rows + (kLive - 8) * (kUnit * kRowBytes) / 16, add);
+  }
 }
 
 // ---- the ring --------------------------------------------------------------
 
 // Shared memory: operand rows, packed weights, barriers, each kStages times;
-// then for each consuming warpgroup a unit of rows on their way out.
+// then for each consuming warpgroup two buffers of rows on their way out.
 extern __shared__ __align__(1024) unsigned char kiln_moe_shared[];
 
 template <int kBits>
@@ -209,8 +340,7 @@ template <int kBits>
 constexpr u32 kBarriersAt =
     kWeightsAt<kBits> + kStages * 4 * kKTileStride<kBits>;
 
-constexpr u32 kResultRowBytes = 64 * 2 + 16;  // other banks for every row
-constexpr u32 kResultBytes = kUnit * kResultRowBytes;
+constexpr u32 kResultBytes = kResultRows * 128;
 template <int kBits>
 constexpr u32 kResultsAt = kBarriersAt<kBits> + kStages * 16;
 
@@ -258,7 +388,7 @@ __device__ __forceinline__ void InitRing() {
   __syncthreads();
 }
 
-// What a producer thread copies of a tile's rows: a piece of every 16th.
+// What a producer thread copies of a tile's rows: a piece of every 16th row.
 using Pieces = const u16* [kRowCopies];
 
 // The pieces of the first step. Rows beyond the tile, which share an MMA with
@@ -298,13 +428,9 @@ __device__ __forceinline__ void ProduceStep(const unsigned char* weights,
   const u32 to =
       place.operand() + row * kRowBytes + (thread % kRowPieces ^ row % 8) * 16;
 #pragma unroll
-  for (u32 u = 0; u < kUnits; ++u) {
-    if (u != 0 && u * kUnit >= rows) break;
-#pragma unroll
-    for (u32 i = u * kUnit / kRowsAtOnce; i < (u + 1) * kUnit / kRowsAtOnce;
-         ++i) {
-      kd::CopyAsync16<kOffset>(to + i * (kRowsAtOnce * kRowBytes), pieces[i]);
-    }
+  for (u32 i = 0; i < kRowCopies; ++i) {
+    if (i % 4 == 0 && i != 0 && i * kRowsAtOnce >= rows) break;
+    kd::CopyAsync16<kOffset>(to + i * (kRowsAtOnce * kRowBytes), pieces[i]);
   }
   ArriveAfterCopies(full);
   place.Advance();
@@ -318,14 +444,22 @@ __device__ __forceinline__ void Produce(
     Place<kMaxBits>& place) {
   constexpr u64 kKTileRow = static_cast<u64>(kWidth) * 2 * kBits;
   weights += (threadIdx.x - kConsumers) / 32 * kKTileRow;
+  // Addresses move on once for so many steps.
+  constexpr u32 kAtOnce = kDepth / kDepthStep % 4 == 0 ? 4 : 2;
 #pragma unroll 1
-  for (u32 step = 0; step < kDepth / kDepthStep; step += 2) {
+  for (u32 step = 0; step < kDepth / kDepthStep; step += kAtOnce) {
     ProduceStep<kBits, 0>(weights, pieces, rows, place);
     ProduceStep<kBits, kRowBytes>(weights + 4 * kKTileRow, pieces, rows, place);
-    weights += 8 * kKTileRow;
+    if constexpr (kAtOnce == 4) {
+      ProduceStep<kBits, 2 * kRowBytes>(weights + 8 * kKTileRow, pieces, rows,
+                                        place);
+      ProduceStep<kBits, 3 * kRowBytes>(weights + 12 * kKTileRow, pieces, rows,
+                                        place);
+    }
+    weights += 4 * kAtOnce * kKTileRow;
 #pragma unroll
     for (u32 i = 0; i < kRowCopies; ++i) {
-      pieces[i] += 2 * kDepthStep;
+      pieces[i] += kAtOnce * kDepthStep;
       // Not worked out again from the start for every step.
       asm volatile("" : "+l"(pieces[i]));
     }
@@ -376,52 +510,33 @@ __device__ __forceinline__ void LoadWords(
   }
 }
 
-// The A fragments of two MMAs, half a step.
-using Fragments = u32[2][4];
+// The A fragment of one MMA, a quarter of a step.
+using Fragment = u32[4];
 
-template <int kBits, u32 kHalf>
-__device__ __forceinline__ void Decode(const u32 (&words)[kBits + 1],
-                                       Fragments& a) {
-  kd::DecodeFragment<KILN_CODEBOOK, kBits>(
-      kd::QuarterSpan<kBits, kHalf * 2>(words), a[0]);
-  kd::DecodeFragment<KILN_CODEBOOK, kBits>(
-      kd::QuarterSpan<kBits, kHalf * 2 + 1>(words), a[1]);
-}
-
-// The compiler must not give the registers of fragments to anything else
+// The compiler must not give the registers of a fragment to anything else
 // before this.
-__device__ __forceinline__ void KeepUntilHere(Fragments& a) {
-#pragma unroll
-  for (u32 j = 0; j < 2; ++j) {
-    asm volatile(""
-                 : "+r"(a[j][0]), "+r"(a[j][1]), "+r"(a[j][2]), "+r"(a[j][3]));
-  }
+__device__ __forceinline__ void KeepUntilHere(Fragment& a) {
+  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]));
 }
 
-// A warp's 16 channels by the rows of a tile. One variable serves all numbers
-// of live units: the compiler keeps the sums of every MMA chain in registers of
-// their own.
-using Sums = float[kUnits][kUnit / 2];
-
-// Starts half a step: MMAs of two k-tiles for kLive units of rows.
-template <u32 kLive, u32 kHalf>
-__device__ __forceinline__ void StartHalf(const Fragments& a, u64 operand,
-                                          u32 add, Sums& sums) {
+// Decodes a quarter of a step and starts its MMA. The MMA of the quarter
+// before, which reads `other`, is done when this returns.
+template <u32 kLive, u32 kQuarter, int kBits>
+__device__ __forceinline__ void StartQuarter(const u32 (&words)[kBits + 1],
+                                             u64 operand, u32 add, Sums& sums,
+                                             Fragment& own, Fragment& other) {
+  kd::DecodeFragment<KILN_CODEBOOK, kBits>(
+      kd::QuarterSpan<kBits, kQuarter>(words), own);
   BeginMmas();
-#pragma unroll
-  for (u32 j = 0; j < 2; ++j) {
-#pragma unroll
-    for (u32 u = 0; u < kLive; ++u) {
-      Multiply(sums[u], a[j],
-               operand + ((kHalf * 2 + j) * 32 + u * (kUnit * kRowBytes)) / 16,
-               kHalf + j == 0 ? add : 1u);
-    }
-  }
+  Multiply<kLive>(sums, own, operand + kQuarter * 2, add);
   CommitMmas();
+  WaitMmas<1>();
+  KeepUntilHere(other);
 }
 
 // All steps of one item, by a consumer: the sums of kLive units of rows. While
-// the MMAs of a half run, the next half is decoded.
+// one MMA runs, the next one's weights are decoded: a warp that starts an MMA
+// waits until its last one has ended, so there is work between any two.
 //
 // Rows that cp.async brought are read by wgmma without a proxy fence, as
 // CUTLASS does: the barrier's phase ends when they are in shared memory. The
@@ -429,7 +544,7 @@ __device__ __forceinline__ void StartHalf(const Fragments& a, u64 operand,
 template <u32 kLive, int kBits, u32 kDepth, int kMaxBits>
 __device__ __forceinline__ void Consume(const WordsAddress<kBits, kMaxBits>& at,
                                         Place<kMaxBits>& place, Sums& sums,
-                                        Fragments& even, Fragments& odd) {
+                                        Fragment& even, Fragment& odd) {
   constexpr u32 kSteps = kDepth / kDepthStep;
   const bool first_lane = threadIdx.x % 32 == 0;
   u32 words[kBits + 1];
@@ -439,24 +554,20 @@ __device__ __forceinline__ void Consume(const WordsAddress<kBits, kMaxBits>& at,
 #pragma unroll 1
   for (u32 step = 0; step < kSteps; ++step) {
     const u64 operand = OperandDescriptor(place.operand());
-    Decode<kBits, 0>(words, even);
-    StartHalf<kLive, 0>(even, operand, step, sums);
-    WaitMmas<1>();
-    KeepUntilHere(odd);
+    StartQuarter<kLive, 0, kBits>(words, operand, step, sums, even, odd);
     __syncwarp();
     if (first_lane && step != 0) Arrive(previous);
     previous = place.empty();
     place.Advance();
-    // The next step's words arrive while this one's second half is decoded.
+    StartQuarter<kLive, 1, kBits>(words, operand, 1, sums, odd, even);
+    // The next step's words arrive while this one's last ones are decoded.
     u32 next[kBits + 1];
     if (step + 1 < kSteps) {
       WaitBarrier(place.full(), place.parity);
       LoadWords(at, place, next);
     }
-    Decode<kBits, 1>(words, odd);
-    StartHalf<kLive, 1>(odd, operand, 1, sums);
-    WaitMmas<1>();
-    KeepUntilHere(even);
+    StartQuarter<kLive, 2, kBits>(words, operand, 1, sums, even, odd);
+    StartQuarter<kLive, 3, kBits>(words, operand, 1, sums, odd, even);
 #pragma unroll
     for (u32 i = 0; i <= kBits; ++i) words[i] = next[i];
   }
@@ -477,43 +588,68 @@ __device__ __forceinline__ void StoreTransposed(u32 to, u32 a, u32 b, u32 c,
       : "memory");
 }
 
-// The rows of the sums, as fp16, through shared memory, so that a warpgroup
-// writes the 64 channels of a row side by side.
-//   to: the warpgroup's channel 0 of the tile's row 0
+// Which of a warpgroup's two buffers for results is next.
+struct Results {
+  u32 buffer = 0;
+};
+
+__device__ __forceinline__ void CopyBulkOut(u16* to, u32 from, u32 bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(to),
+      "r"(from), "r"(bytes)
+      : "memory");
+}
+
+// Until this thread's bulk copies have read shared memory.
+__device__ __forceinline__ void WaitBulkReads() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+__device__ __forceinline__ void WaitBulkWrites() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// The rows of the sums, as fp16, to a warpgroup's block of 64 channels of the
+// product, where rows of 128 bytes follow each other: bulk copies from two
+// buffers in turn, so that nobody waits for memory. See ProductPiece in
+// cuda.cu.
+//   to: of the tile's first row, whose number in the product is `first`
 template <int kMaxBits>
-__device__ __forceinline__ void StoreSums(const Sums& sums, u16* to,
-                                          u64 row_stride, u32 rows) {
+__device__ __forceinline__ void StoreSums(const Sums& sums, u16* to, u32 first,
+                                          u32 rows, Results& results) {
   const u32 group = threadIdx.x / 128;
   const u32 thread = threadIdx.x % 128;
   const u32 lane = thread % 32;
-  const u32 offset = kResultsAt<kMaxBits> + group * kResultBytes;
+  const u32 base = kd::SharedAddress(kiln_moe_shared) + kResultsAt<kMaxBits> +
+                   group * (2 * kResultBytes);
   // Matrices: channels 0-7 and 8-15 of rows 0-7, then of rows 8-15.
-  const u32 from = kd::SharedAddress(kiln_moe_shared) + offset +
-                   (lane / 16 * 8 + lane % 8) * kResultRowBytes +
-                   thread / 32 * 32 + lane / 8 % 2 * 16;
-  const u32 row = thread / 8;
-  to += row * row_stride + thread % 8 * 8;
+  const u32 piece = thread / 32 * 2 + lane / 8 % 2;
+  const u32 offset =
+      (lane / 16 * 8 + lane % 8) * 128 + (piece ^ (first + lane % 8) % 8) * 16;
 #pragma unroll
-  for (u32 u = 0; u < kUnits; ++u) {
-    if (u * kUnit >= rows) break;
+  for (u32 at = 0; at < kTokens; at += kResultRows) {
+    if (at >= rows) break;
+    const u32 buffer = base + results.buffer * kResultBytes;
 #pragma unroll
-    for (u32 i = 0; i < kUnit / 16; ++i) {
-      const float* d = &sums[u][i * 8];
-      StoreTransposed(from + i * 16 * kResultRowBytes,
-                      kd::RoundPair(d[0], d[1]), kd::RoundPair(d[2], d[3]),
-                      kd::RoundPair(d[4], d[5]), kd::RoundPair(d[6], d[7]));
+    for (u32 i = 0; i < kResultRows && at + i < kTokens; i += 16) {
+      const float* d = &sums[(at + i) / 2];
+      StoreTransposed(buffer + offset + i * 128, kd::RoundPair(d[0], d[1]),
+                      kd::RoundPair(d[2], d[3]), kd::RoundPair(d[4], d[5]),
+                      kd::RoundPair(d[6], d[7]));
     }
+    // Seen by the bulk copy; and the other buffer is free after the barrier.
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (thread == 0) WaitBulkReads();
+    __syncwarp();
     SyncWarpgroup(group);
-#pragma unroll
-    for (u32 i = 0; i < kUnit; i += 16) {
-      if (u * kUnit + i + row < rows) {
-        *reinterpret_cast<uint4*>(to + (u * kUnit + i) * row_stride) =
-            *reinterpret_cast<const uint4*>(kiln_moe_shared + offset +
-                                            (i + row) * kResultRowBytes +
-                                            thread % 8 * 16);
-      }
+    if (thread == 0) {
+      const u32 left = rows - at;
+      CopyBulkOut(to + at * 64, buffer,
+                  (left < kResultRows ? left : kResultRows) * 128);
     }
-    SyncWarpgroup(group);
+    __syncwarp();
+    results.buffer ^= 1;
   }
 }
 
@@ -521,14 +657,22 @@ __device__ __forceinline__ void StoreSums(const Sums& sums, u16* to,
 template <u32 kLive, int kBits, u32 kDepth, int kMaxBits>
 __device__ __forceinline__ void ConsumeTile(
     const WordsAddress<kBits, kMaxBits>& at, Place<kMaxBits>& place, u32 rows,
-    Sums& sums, Fragments& even, Fragments& odd) {
-  if constexpr (kLive > 1) {
+    Sums& sums, Fragment& even, Fragment& odd) {
+  if constexpr (kLive > kLiveMin) {
     if (rows <= (kLive - 1) * kUnit) {
       ConsumeTile<kLive - 1, kBits, kDepth>(at, place, rows, sums, even, odd);
       return;
     }
   }
   Consume<kLive, kBits, kDepth>(at, place, sums, even, odd);
+}
+
+// Where this warpgroup's 64 of the 128 channels from `column` on of a sorted
+// row lie in a product.
+__device__ __forceinline__ u16* ResultRow(u16* product, u32 column, u32 row,
+                                          u32 tokens) {
+  const u64 total = static_cast<u64>(tokens) * kTopK;
+  return product + ((column / 64 + threadIdx.x / 128) * total + row) * 64;
 }
 
 template <u32 kRegisters>
@@ -548,7 +692,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
     kiln_moe_fc1(const u16* gate_operand, const u16* up_operand,
                  const u16* __restrict__ w_gate, const u16* __restrict__ w_up,
                  const Row* rows, const Tile* tiles, const Totals* totals,
-                 u16* __restrict__ fc1, u32) {
+                 u16* __restrict__ fc1, u32 tokens) {
   constexpr u32 kBlocks = 2 * kInter / kChannels;
   constexpr int kMaxBits =
       KILN_BITS_GATE > KILN_BITS_UP ? KILN_BITS_GATE : KILN_BITS_UP;
@@ -594,6 +738,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
     return;
   }
   TakeRegisters<kConsumerRegisters>();
+  Results results;
   const WordsAddress<KILN_BITS_GATE, kMaxBits> gate;
 #if KILN_BITS_GATE != KILN_BITS_UP
   const WordsAddress<KILN_BITS_UP, kMaxBits> up;
@@ -602,10 +747,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
   for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
     const Tile tile = tiles[item / kBlocks];
     const u32 column = item % kBlocks * kChannels;
-    u16* to = fc1 + static_cast<u64>(tile.first) * (2 * kInter) + column +
-              threadIdx.x / 128 * 64;
     Sums sums;
-    Fragments even, odd;
+    Fragment even, odd;
 #if KILN_BITS_GATE == KILN_BITS_UP
     ConsumeTile<kUnits, KILN_BITS_GATE, kHidden>(gate, place, tile.rows, sums,
                                                  even, odd);
@@ -618,15 +761,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
                                                    even, odd);
     }
 #endif
-    StoreSums<kMaxBits>(sums, to, 2 * kInter, tile.rows);
+    StoreSums<kMaxBits>(sums, ResultRow(fc1, column, tile.first, tokens),
+                        tile.first, tile.rows, results);
   }
+  WaitBulkWrites();
 }
 
 // Step 8. Item x: tile x / (H / 128) and 128 of the H channels.
 extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
     kiln_moe_fc2(const u16* activated, const u16* __restrict__ w_down,
                  const Tile* tiles, const Totals* totals, u16* __restrict__ fc2,
-                 u32) {
+                 u32 tokens) {
   constexpr u32 kBlocks = kHidden / kChannels;
   InitRing<KILN_BITS_DOWN>();
   kd::BeginStep();
@@ -647,18 +792,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
     return;
   }
   TakeRegisters<kConsumerRegisters>();
+  Results results;
   const WordsAddress<KILN_BITS_DOWN, KILN_BITS_DOWN> down;
 #pragma unroll 1
   for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
     const Tile tile = tiles[item / kBlocks];
     Sums sums;
-    Fragments even, odd;
+    Fragment even, odd;
     ConsumeTile<kUnits, KILN_BITS_DOWN, kInter>(down, place, tile.rows, sums,
                                                 even, odd);
-    StoreSums<KILN_BITS_DOWN>(sums,
-                              fc2 + static_cast<u64>(tile.first) * kHidden +
-                                  item % kBlocks * kChannels +
-                                  threadIdx.x / 128 * 64,
-                              kHidden, tile.rows);
+    StoreSums<KILN_BITS_DOWN>(
+        sums, ResultRow(fc2, item % kBlocks * kChannels, tile.first, tokens),
+        tile.first, tile.rows, results);
   }
+  WaitBulkWrites();
 }

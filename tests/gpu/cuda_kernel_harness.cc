@@ -123,8 +123,8 @@ constexpr char kDecodeCheck[] = R"(
 extern "C" __global__ void kiln_check_states(kd::u32* out) {
   const kd::u32 s = blockIdx.x * blockDim.x + threadIdx.x;
   kd::u32 low, high;
-  kd::HashHalves<KILN_CODEBOOK>(s << 16 | (s * 40503u + 7u & 0xFFFFu), &low,
-                                &high);
+  kd::HashHalves<KILN_CODEBOOK, KILN_CODEBOOK == 2>(
+      s << 16 | (s * 40503u + 7u & 0xFFFFu), &low, &high);
   out[s] = kd::HashValues<KILN_CODEBOOK>(high, low);
 }
 template <int K>
@@ -536,11 +536,13 @@ bool FragmentsMatch(Random* random) {
   }
   for (u32 s = 0; s < 65536; ++s) {
     const u32 other = (s * 40503u + 7u) & 0xFFFFu;
-    u32 low, high;
-    kd::HashHalves<CB>(s << 16 | other, &low, &high);
+    u32 low, high, masked, same;
+    kd::HashHalves<CB, false>(s << 16 | other, &low, &high);
+    kd::HashHalves<CB, true>(s << 16 | other, &masked, &same);
     const u32 want = kd::DecodeState<CB>(s) |
                      static_cast<u32>(kd::DecodeState<CB>(other)) << 16;
     if (kd::HashValues<CB>(high, low) != want) return false;
+    if (masked != low || same != high) return false;
   }
   return true;
 }

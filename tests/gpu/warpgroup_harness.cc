@@ -34,7 +34,7 @@ Assignment Point(int64_t tile, int64_t ctas) {
 
 std::vector<Assignment> AllPoints() {
   std::vector<Assignment> points;
-  for (const int64_t tile : {32, 64, 96, 128, 192, 256}) {
+  for (const int64_t tile : {32, 64, 96, 128, 160, 192, 224, 256, 288, 320}) {
     for (const int64_t ctas : {1, 2}) points.push_back(Point(tile, ctas));
   }
   return points;
@@ -42,8 +42,9 @@ std::vector<Assignment> AllPoints() {
 
 std::vector<Case> Cases(bool quick) {
   std::vector<Case> cases;
-  const std::vector<Assignment> some = {
-      Point(32, 2), Point(64, 2), Point(96, 1), Point(192, 1), Point(256, 1)};
+  const std::vector<Assignment> some = {Point(32, 2),  Point(64, 2),
+                                        Point(96, 1),  Point(224, 1),
+                                        Point(256, 1), Point(288, 1)};
   const auto add = [&cases](Problem p, std::vector<Assignment> points,
                             std::vector<u32> tokens) {
     p.tokens = std::move(tokens);

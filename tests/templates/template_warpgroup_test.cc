@@ -67,10 +67,12 @@ TEST(FusedMoeWarpgroupTemplateTest, TheFirstPointHasTheMeasuredTile) {
   const auto first = [](uint32_t capacity) {
     return AllOf(ProblemFor(capacity)).front().at("tokens_tile");
   };
+  EXPECT_EQ(AllOf(ProblemFor(512)).front().at("ctas"), 2);
   EXPECT_EQ(first(512), 64);
   EXPECT_EQ(first(1024), 96);
-  EXPECT_EQ(first(2048), 192);
-  EXPECT_EQ(first(4096), 256);
+  EXPECT_EQ(first(2048), 160);
+  EXPECT_EQ(first(3600), 256);
+  EXPECT_EQ(first(4096), 288);
 }
 
 TEST(FusedMoeWarpgroupTemplateTest, BlocksFitTheMultiprocessor) {

@@ -1,0 +1,117 @@
+// Routing of cuda/grouped.h, run on the host.
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "gtest/gtest.h"
+#include "tests/templates/gpu_intrinsics.h"
+#include "tests/templates/test_data.h"
+// After what replaces the instructions.
+#include "cuda/grouped.h"
+
+namespace kiln {
+namespace {
+
+constexpr uint32_t kExperts = 5;
+constexpr uint32_t kShareUnit = 32;
+
+struct Routed {
+  std::vector<kd::Row> rows;
+  std::vector<kd::Tile> tiles;
+  kd::Totals totals = {};
+};
+
+template <uint32_t kUnit>
+Routed Route(const std::vector<int>& ids, uint32_t tokens_tile) {
+  Routed routed;
+  routed.rows.resize(ids.size());
+  routed.tiles.resize(ids.size() / tokens_tile + kExperts);
+  std::vector<uint32_t> positions(ids.size());
+  testing::gpu::Run({.grid = {kExperts}, .threads = kd::kRouteThreads}, [&] {
+    kd::RouteBlock<kExperts, kUnit>(
+        ids.data(), routed.rows.data(), positions.data(), routed.tiles.data(),
+        &routed.totals, static_cast<uint32_t>(ids.size()), tokens_tile);
+  });
+  return routed;
+}
+
+// Routes to experts that have as many as `counts` says, shuffled.
+std::vector<int> Ids(const std::vector<uint32_t>& counts) {
+  std::vector<int> ids;
+  for (size_t e = 0; e < counts.size(); ++e) {
+    ids.insert(ids.end(), counts[e], static_cast<int>(e));
+  }
+  testing::SplitMix64 random(7);
+  for (size_t i = ids.size(); i > 1; --i) {
+    std::swap(ids[i - 1], ids[random.Next() % i]);
+  }
+  return ids;
+}
+
+TEST(RouteBlockTest, TilesOfAnExpertShareItsRows) {
+  const std::vector<std::vector<uint32_t>> all = {
+      {256, 257, 300, 0, 1}, {31, 32, 33, 513, 520}, {64, 65, 511, 512, 1025}};
+  for (const uint32_t tile : {32u, 64u, 96u, 256u, 288u}) {
+    for (const std::vector<uint32_t>& counts : all) {
+      SCOPED_TRACE(absl::StrCat("tile ", tile, ", second expert ", counts[1]));
+      const Routed routed = Route<kShareUnit>(Ids(counts), tile);
+      size_t at = 0;
+      uint32_t first = 0;
+      for (uint32_t e = 0; e < kExperts; ++e) {
+        const uint32_t tiles = (counts[e] + tile - 1) / tile;
+        uint32_t rows = 0;
+        for (uint32_t i = 0; i < tiles; ++i, ++at) {
+          ASSERT_LT(at, routed.totals.tiles);
+          const kd::Tile& t = routed.tiles[at];
+          EXPECT_EQ(t.expert, e);
+          EXPECT_EQ(t.first, first + rows);
+          EXPECT_GT(t.rows, 0u);
+          EXPECT_LE(t.rows, tile);
+          if (i + 1 < tiles) {
+            EXPECT_EQ(t.rows, routed.tiles[at - i].rows);
+            EXPECT_EQ(t.rows % kShareUnit, 0u);
+            // No tile has more than its share, rounded up to whole units.
+            EXPECT_LT(t.rows, counts[e] / tiles + 1 + kShareUnit);
+          }
+          rows += t.rows;
+        }
+        EXPECT_EQ(rows, counts[e]);
+        first += counts[e];
+      }
+      EXPECT_EQ(at, routed.totals.tiles);
+      EXPECT_EQ(routed.totals.rows, first);
+    }
+  }
+}
+
+TEST(RouteBlockTest, TilesAreFullWhereNothingIsShared) {
+  const Routed routed = Route<0>(Ids({100, 0, 65, 64, 63}), 64);
+  std::vector<uint32_t> rows;
+  for (uint32_t i = 0; i < routed.totals.tiles; ++i) {
+    rows.push_back(routed.tiles[i].rows);
+  }
+  EXPECT_EQ(rows, (std::vector<uint32_t>{64, 36, 64, 1, 64, 63}));
+}
+
+TEST(RouteBlockTest, RowsOfAnExpertAreInRouteOrder) {
+  std::vector<int> ids = Ids({90, 70, 50, 30, 10});
+  ids[3] = -1;
+  ids[40] = static_cast<int>(kExperts);
+  const Routed routed = Route<kShareUnit>(ids, 32);
+  std::vector<uint32_t> expected;
+  for (int e = 0; e < static_cast<int>(kExperts); ++e) {
+    for (uint32_t i = 0; i < ids.size(); ++i) {
+      if (ids[i] == e) expected.push_back(i);
+    }
+  }
+  ASSERT_EQ(routed.totals.rows, expected.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_EQ(routed.rows[i].route, expected[i]);
+    EXPECT_EQ(routed.rows[i].expert, static_cast<uint32_t>(ids[expected[i]]));
+  }
+}
+
+}  // namespace
+}  // namespace kiln
