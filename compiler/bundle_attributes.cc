@@ -54,6 +54,8 @@ class Fields {
     Refuse(name);
   }
 
+  bool Has(absl::string_view name) const { return !Find(name).empty(); }
+
   const absl::Status& status() const { return status_; }
 
  private:
@@ -112,6 +114,11 @@ void ReadFusedMoe(Fields* fields, RequestGeometry* out) {
       weights.bits.up = weights.bits.down = weights.bits.gate;
       fields->Text("limit", IsClampLimit, &out->mx.limit);
       fields->Number("smallm_max_tokens", &out->mx.smallm_max_tokens);
+      if (fields->Has("direct_max_tokens")) {
+        fields->Number("direct_max_tokens", &out->mx.direct_max_tokens);
+        fields->OneOf("remainder", {Remainder::kNone, Remainder::kRp2},
+                      RemainderName, &out->mx.remainder);
+      }
       break;
     case WeightFormat::kQsrt:
       fields->OneOf(

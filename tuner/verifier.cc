@@ -380,21 +380,29 @@ std::vector<VerifyCase> VerifyCases(const Interval& interval) {
 Promise PromiseOf(absl::string_view numerics_class, double tolerance) {
   Promise promise;
   promise.tolerance = tolerance;
-  const bool quantised =
-      absl::StartsWith(numerics_class, MxNumericsClass(MxArm::kGrouped)) ||
-      absl::StartsWith(numerics_class, "qsrt.w4a8.");
-  if (quantised) promise.oracle = ReferenceMode::kStagedW4A8;
+  // The rounding boundaries, and the bits of the order of sums that is
+  // promised.
+  ReferenceMode staged = ReferenceMode::kStaged;
+  ReferenceMode sequential = ReferenceMode::kSequential;
+  if (absl::StartsWith(numerics_class, MxNumericsClass(MxArm::kDirectRp2))) {
+    staged = ReferenceMode::kStagedW4A8Rp2;
+    sequential = ReferenceMode::kSequentialW4A8Rp2;
+  } else if (absl::StartsWith(numerics_class,
+                              MxNumericsClass(MxArm::kGrouped)) ||
+             absl::StartsWith(numerics_class, "qsrt.w4a8.")) {
+    staged = promise.oracle = ReferenceMode::kStagedW4A8;
+    sequential = ReferenceMode::kSequentialW4A8;
+  }
   if (numerics_class == "w4a16.f16.sequential" ||
       numerics_class == MxNumericsClass(MxArm::kSmallM) ||
+      numerics_class == MxNumericsClass(MxArm::kDirectRp2) ||
       numerics_class == MxNumericsClass(MxArm::kGrouped) ||
       numerics_class == QsrtNumericsClass(QsrtArm::kW4A16) ||
       numerics_class == QsrtNumericsClass(QsrtArm::kW4A8)) {
-    promise.mode =
-        quantised ? ReferenceMode::kSequentialW4A8 : ReferenceMode::kSequential;
+    promise.mode = sequential;
     return promise;
   }
-  promise.mode =
-      quantised ? ReferenceMode::kStagedW4A8 : ReferenceMode::kStaged;
+  promise.mode = staged;
   const bool known = absl::StartsWith(numerics_class, "w4a16.f16.");
   promise.row_error_max = known ? kStagedRowMax : tolerance;
   promise.case_error_max = known ? kStagedCaseMax : tolerance;

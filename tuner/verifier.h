@@ -79,11 +79,13 @@ struct Promise {
 // differ by up to half of what wrong roundings cost, except in one-term draws.
 // "mx.w4a16.fold32" and "qsrt.w4a16.sequential" promise the bits of
 // kSequential, "mx.w4a8.fold32" and "qsrt.w4a8.sequential" those of
-// kSequentialW4A8; uniform draws of the latter are held against kStagedW4A8.
-// Classes that begin with "mx.w4a16.fold32" or "mx.w4a8.fold32" and go on leave
-// the order of a block's sum open, other classes of "qsrt.w4a16." and
-// "qsrt.w4a8." that of all sums: they promise the tolerance against kStaged and
-// kStagedW4A8. Of an unknown class only the tolerance is known.
+// kSequentialW4A8, "mx.w4a8rp2.fold32" those of kSequentialW4A8Rp2. Classes
+// that begin with such a name of mx and go on leave the order of a block's sum
+// open, other classes of "qsrt.w4a16." and "qsrt.w4a8." that of all sums: they
+// promise the tolerance against kStaged, kStagedW4A8 or kStagedW4A8Rp2. Uniform
+// draws of "mx.w4a8.fold32" and "qsrt.w4a8." are held against kStagedW4A8,
+// those of all others against the float64 oracle. Of an unknown class only the
+// tolerance is known.
 Promise PromiseOf(absl::string_view numerics_class, double tolerance);
 
 // The same candidate with red zones between the slices of its arena: what is

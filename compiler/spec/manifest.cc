@@ -292,24 +292,61 @@ bool IsLimit(uint32_t tokens, const std::vector<uint32_t>& capacities) {
              capacities.end();
 }
 
-// The limit of TrellisMX's small-M arm.
-absl::StatusOr<uint32_t> ParseSmallMTokens(
-    const ObjectReader& reader, const std::vector<uint32_t>& capacities) {
-  constexpr absl::string_view kKey = "smallm_max_tokens";
-  int64_t limit = kSmallMTokensDefault;
-  const JsonNode* node = reader.Optional(kKey);
+// The limit of an arm of TrellisMX for few tokens.
+//   missing: what it is without the key
+absl::StatusOr<uint32_t> ParseArmTokens(
+    const ObjectReader& reader, absl::string_view key, int64_t missing,
+    int64_t most, const std::vector<uint32_t>& capacities) {
+  int64_t limit = missing;
+  const JsonNode* node = reader.Optional(key);
   if (node != nullptr) {
-    ASSIGN_OR_RETURN(limit, reader.Integer(kKey, 0, kCapacityMax));
+    ASSIGN_OR_RETURN(limit, reader.Integer(key, 0, most));
   }
   const auto tokens = static_cast<uint32_t>(limit);
   if (tokens == 0 || IsLimit(tokens, capacities)) return tokens;
   constexpr absl::string_view kRule =
       "must be one of \"capacities\", 0 (never), or at least the largest, so "
       "that no interval has tokens on both sides of it";
-  if (node != nullptr) return reader.Refuse(kKey, *node, kRule);
+  if (node != nullptr) return reader.Refuse(key, *node, kRule);
   return reader.Error(
       *reader.Optional("capacities"),
-      absl::StrCat("\"", kKey, "\" is ", tokens, ", its default; it ", kRule));
+      absl::StrCat("\"", key, "\" is ", tokens, ", its default; it ", kRule));
+}
+
+// Which arm of TrellisMX answers few tokens, and up to how many.
+absl::Status ParseArms(const ObjectReader& reader,
+                       const std::vector<uint32_t>& capacities,
+                       TrellisMx* out) {
+  const JsonNode* remainder = reader.Optional("remainder");
+  if (remainder != nullptr) {
+    ASSIGN_OR_RETURN(
+        out->remainder,
+        reader.Word<Remainder>("remainder", {{"none", Remainder::kNone},
+                                             {"rp2", Remainder::kRp2}}));
+  }
+  const bool has_remainder = out->remainder != Remainder::kNone;
+  ASSIGN_OR_RETURN(out->direct_max_tokens,
+                   ParseArmTokens(reader, "direct_max_tokens",
+                                  has_remainder ? kDirectTokensMax : 0,
+                                  kDirectTokensMax, capacities));
+  const bool is_direct = out->direct_max_tokens != 0;
+  if (has_remainder && !is_direct) {
+    return reader.Refuse("remainder", *remainder,
+                         "must be \"none\" or missing where "
+                         "\"direct_max_tokens\" is 0: no other arm has one");
+  }
+  ASSIGN_OR_RETURN(out->smallm_max_tokens,
+                   ParseArmTokens(reader, "smallm_max_tokens",
+                                  is_direct ? 0 : kSmallMTokensDefault,
+                                  kCapacityMax, capacities));
+  if (is_direct && out->smallm_max_tokens != 0) {
+    return reader.Refuse(
+        "smallm_max_tokens", *reader.Optional("smallm_max_tokens"),
+        absl::StrCat("must be 0 or missing where \"direct_max_tokens\" is ",
+                     out->direct_max_tokens,
+                     ": one arm answers the smallest token counts"));
+  }
+  return absl::OkStatus();
 }
 
 // The limit of QSRT's 8-bit arm, which only recipe w4a8 has.
@@ -392,10 +429,11 @@ absl::Status CheckRequestKeys(absl::string_view file,
   }
   const JsonNode* weights = reader.Optional("weights");
   if (weights != nullptr && IsTrellisMx(*weights)) {
-    return reader.CheckKeys(
-        {"name", "op", "layers", "hidden", "intermediate", "experts", "top_k",
-         "activation", "io_dtype", "id_dtype", "weights", "recipe",
-         "smallm_max_tokens", "capacities", "deterministic"});
+    return reader.CheckKeys({"name", "op", "layers", "hidden", "intermediate",
+                             "experts", "top_k", "activation", "io_dtype",
+                             "id_dtype", "weights", "recipe",
+                             "smallm_max_tokens", "direct_max_tokens",
+                             "remainder", "capacities", "deterministic"});
   }
   if (weights != nullptr && IsQsrt(*weights)) {
     return reader.CheckKeys(
@@ -425,8 +463,7 @@ absl::StatusOr<Request> ParseRequest(absl::string_view file,
   ASSIGN_OR_RETURN(geometry.recipe, ParseRecipe(reader, format));
   ASSIGN_OR_RETURN(request.capacities, ParseCapacities(reader));
   if (format == WeightFormat::kTrellisMx) {
-    ASSIGN_OR_RETURN(geometry.mx.smallm_max_tokens,
-                     ParseSmallMTokens(reader, request.capacities));
+    RETURN_IF_ERROR(ParseArms(reader, request.capacities, &geometry.mx));
   }
   if (format == WeightFormat::kQsrt) {
     ASSIGN_OR_RETURN(
@@ -558,6 +595,10 @@ std::string ManifestToJson(const Manifest& manifest) {
     out["recipe"] = std::string(RecipeName(geometry.recipe));
     if (geometry.weights.format == WeightFormat::kTrellisMx) {
       out["smallm_max_tokens"] = geometry.mx.smallm_max_tokens;
+      if (geometry.mx.direct_max_tokens != 0) {
+        out["direct_max_tokens"] = geometry.mx.direct_max_tokens;
+        out["remainder"] = std::string(RemainderName(geometry.mx.remainder));
+      }
     }
     if (geometry.weights.format == WeightFormat::kQsrt &&
         geometry.recipe == Recipe::kW4A8) {

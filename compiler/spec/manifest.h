@@ -25,6 +25,8 @@ inline constexpr int64_t kLayersMax = 1024;
 inline constexpr int64_t kCapacityMax = 65536;
 inline constexpr size_t kCapacitiesMax = 64;
 inline constexpr int64_t kSmallMTokensDefault = 16;
+// Of the direct arm of TrellisMX, and its default where there is a remainder.
+inline constexpr int64_t kDirectTokensMax = 16;
 inline constexpr size_t kRequestsMax = 1024;
 inline constexpr size_t kNameBytesMax = 128;
 

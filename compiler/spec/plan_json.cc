@@ -207,6 +207,10 @@ Json GeometryToJson(const RequestGeometry& geometry) {
       out["bits"] = weights.bits.gate;
       out["limit"] = geometry.mx.limit;
       out["smallm_max_tokens"] = geometry.mx.smallm_max_tokens;
+      if (geometry.mx.direct_max_tokens != 0) {
+        out["direct_max_tokens"] = geometry.mx.direct_max_tokens;
+        out["remainder"] = Str(RemainderName(geometry.mx.remainder));
+      }
       break;
     case WeightFormat::kQsrt:
       out["pairs"] = Str(PairKindsName(geometry.qsrt.pairs));
@@ -255,6 +259,12 @@ void FusedMoeFromJson(Fields* fields, RequestGeometry* out) {
       out->mx.limit = fields->Text("limit");
       out->mx.smallm_max_tokens =
           fields->Integer<uint32_t>("smallm_max_tokens");
+      if (fields->Has("direct_max_tokens")) {
+        out->mx.direct_max_tokens =
+            fields->Integer<uint32_t>("direct_max_tokens");
+        out->mx.remainder = fields->Word<Remainder>(
+            "remainder", {Remainder::kNone, Remainder::kRp2}, RemainderName);
+      }
       break;
     case WeightFormat::kQsrt:
       out->qsrt.pairs = fields->Word<PairKinds>(

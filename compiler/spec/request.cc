@@ -74,6 +74,16 @@ absl::string_view PairKindsName(PairKinds pairs) {
   KILN_UNREACHABLE();
 }
 
+absl::string_view RemainderName(Remainder remainder) {
+  switch (remainder) {
+    case Remainder::kNone:
+      return "none";
+    case Remainder::kRp2:
+      return "rp2";
+  }
+  KILN_UNREACHABLE();
+}
+
 bool IsClampLimit(absl::string_view text) {
   if (text == "inf") return true;
   // Two numbers of this size, one behind silu, have a product of 2^-13, which
@@ -113,6 +123,11 @@ void EncodeWeights(const RequestGeometry& geometry, CanonicalEncoder* encoder) {
       encoder->Number("bits", weights.bits.gate)
           .Text("limit", geometry.mx.limit)
           .Number("smallm_max_tokens", geometry.mx.smallm_max_tokens);
+      // Without the arm the key is that of requests that never heard of it.
+      if (geometry.mx.direct_max_tokens != 0) {
+        encoder->Number("direct_max_tokens", geometry.mx.direct_max_tokens)
+            .Text("remainder", RemainderName(geometry.mx.remainder));
+      }
       return;
     case WeightFormat::kQsrt:
       encoder->Text("pairs", PairKindsName(geometry.qsrt.pairs))
@@ -180,7 +195,14 @@ WeightTexts WeightTextsOf(const RequestGeometry& geometry) {
     case WeightFormat::kTrellisMx:
       texts.weights = rate;
       texts.activation = absl::StrCat(" limit ", geometry.mx.limit);
-      texts.recipe = absl::StrCat(" small-m ", geometry.mx.smallm_max_tokens);
+      texts.recipe =
+          geometry.mx.direct_max_tokens == 0
+              ? absl::StrCat(" small-m ", geometry.mx.smallm_max_tokens)
+              : absl::StrCat(" direct ", geometry.mx.direct_max_tokens);
+      if (geometry.mx.remainder != Remainder::kNone) {
+        absl::StrAppend(&texts.recipe, " ",
+                        RemainderName(geometry.mx.remainder));
+      }
       return texts;
     case WeightFormat::kQsrt:
       texts.weights = absl::StrCat(" ", PairKindsName(geometry.qsrt.pairs));

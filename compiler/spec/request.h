@@ -23,16 +23,22 @@ enum class Recipe { kW4A16, kW4A8 };
 // Which two kinds of pairs the experts of a qsrt layer have. PAB: the low 128
 // channels have A bits per weight, the high 128 B.
 enum class PairKinds { kP24P33, kP33P43 };
+// What an 8-bit activation has beside its E4M3 number.
+enum class Remainder {
+  kNone,
+  kRp2,  // a second one for what the first left of it, with scales of its own
+};
 
 // The spellings of the manifest: "fused_moe", "linear", "silu", "situ",
 // "per_expert", "exl3", "trellis_mx", "qsrt", "3inst", "mcg", "mul1", "w4a16",
-// "w4a8", "p24_p33", "p33_p43".
+// "w4a8", "p24_p33", "p33_p43", "none", "rp2".
 absl::string_view OpName(Op op);
 absl::string_view ActivationName(Activation activation);
 absl::string_view WeightFormatName(WeightFormat format);
 absl::string_view CodebookName(Codebook codebook);
 absl::string_view RecipeName(Recipe recipe);
 absl::string_view PairKindsName(PairKinds pairs);
+absl::string_view RemainderName(Remainder remainder);
 
 // Bits per weight of the three projections, each 1..8.
 struct Bits {
@@ -70,6 +76,11 @@ struct TrellisMx {
   // Up to this many tokens activations are binary16, above it MXFP8. 0: always
   // MXFP8. No interval has tokens on both sides.
   uint32_t smallm_max_tokens = 0;
+  // Up to this many tokens, at most 16, the direct arm: MXFP8 activations with
+  // `remainder`, above it without. 0: no such arm, and no remainder. Beside it
+  // smallm_max_tokens is 0. No interval has tokens on both sides.
+  uint32_t direct_max_tokens = 0;
+  Remainder remainder = Remainder::kNone;
   auto operator<=>(const TrellisMx&) const = default;
 };
 
@@ -127,9 +138,9 @@ struct RequestGeometry {
   // One line for people, for example
   // "fused_moe H2048 I768 E128 k8 exl3-mcg K4 silu w4a16 bf16 i32",
   // "fused_moe H4096 I512 E288 k8 trellis_mx K4 silu limit 10 w4a8 small-m 16
-  // bf16 i32", "fused_moe H3584 I256 E896 k16 qsrt p24_p33 situ w4a8 decode 8
-  // bf16 i32 shared scales" or "linear [4096, 1024] exl3-mcg K4 w4a16 bf16
-  // bias".
+  // bf16 i32" or, with the direct arm, "direct 16 rp2" for "small-m 16",
+  // "fused_moe H3584 I256 E896 k16 qsrt p24_p33 situ w4a8 decode 8 bf16 i32
+  // shared scales" or "linear [4096, 1024] exl3-mcg K4 w4a16 bf16 bias".
   std::string ToString() const;
 };
 

@@ -1,17 +1,19 @@
 // fused_moe over TrellisMX weights (NPK-1 streams behind the coupled boundary)
-// on the CPU, in two arms.
+// on the CPU.
 //
 // Kernel source: compiled at run time by the embedded Clang for one request
 // and one candidate, with a prelude of macros before the text. Rounding
 // boundaries follow the prepared-weights specification, A.6: transforms and
 // scales in binary32, results of products in binary16.
 //
-// KILN_ACTIVATION_BITS is the arm. 8 ("grouped", W4A8): what both products read
-// is MXFP8, E4M3 in blocks of 32. 16 ("smallm", W4A16): the same values as
-// binary16. A sum over input channels runs in blocks of 32: each block from
-// zero in ascending order with one fused multiply-add per E4M3 weight, then
-// times the block's scales and added to the sum. So all candidates of one arm
-// give identical bits.
+// KILN_ACTIVATION_BITS is the arm. 8 ("grouped" and "direct", W4A8): what both
+// products read is MXFP8, E4M3 in blocks of 32. 16 ("smallm", W4A16): the same
+// values as binary16. KILN_ACTIVATION_TERMS, 1 unless given: with 2 ("direct
+// rp2") a second MXFP8 number holds what the first left of a value. A sum over
+// input channels runs in blocks of 32: each block from zero in ascending order
+// with one fused multiply-add per E4M3 weight, then times the block's scales
+// and added to the sum. Two terms are two such sums, which are added at the
+// end. So all candidates of one arm give identical bits.
 //
 // Words: R = m * top_k routes. Routes are grouped by expert, stably, into tiles
 // of T = KILN_TOKENS_TILE rows; a tile never mixes experts.
@@ -39,14 +41,14 @@
 // it; `fc1` ends with the boundary and quantises its result.
 //
 // Arena slices for a capacity m, in bytes, n = tiles(m), v = bytes of a value
-// (1 or 2), s = 1 for the arm of 8 bits, else 0:
+// (1 or 2), s = 1 for the arms of 8 bits, else 0, t = terms:
 //   tile_expert i32 [n]        4 n          expert, -1: tile not in use
 //   tile_routes i32 [n][T]     4 n T        route, -1: row not in use
 //   route_slot  i32 [R]        4 R          slot, -1: inactive route
-//   x_values    [m][H]         v m H        E4M3 or binary16
-//   x_scales    u8 [m][H/32]   s m H / 32
-//   mid_values  [n][T][I]      v n T I
-//   mid_scales  u8 [n][T][I/32]  s n T I / 32
+//   x_values    [m][t][H]      v t m H      E4M3 or binary16
+//   x_scales    u8 [m][t][H/32]      s t m H / 32
+//   mid_values  [n][T][t][I]   v t n T I
+//   mid_scales  u8 [n][T][t][I/32]   s t n T I / 32
 //   routed      f32 [n][T][H]  4 n T H      behind H128 and down_svh
 // Nothing is read that the same launch did not write.
 //
@@ -54,7 +56,7 @@
 //   KILN_TOKENS_TILE    1, 2, 4, 8, 16   rows of a tile
 //   KILN_CHANNELS_TILE  128, 256         output channels of a block
 //   KILN_ROW_GROUP      1, 2, 4, 8       rows whose sums stay in registers
-//                       together; divides the tile
+//                       together; divides the tile. A term is such a row.
 // Registers: the lane count is 16 where the target has AVX-512, else 8.
 // KILN_LANES overrides it (tests).
 
@@ -67,6 +69,10 @@
 #include "fused_moe/mx_block.h"
 #include "fused_moe/mx_boundary.h"
 #include "fused_moe/mx_vector.h"
+
+#if !defined(KILN_ACTIVATION_TERMS)
+#define KILN_ACTIVATION_TERMS 1
+#endif
 
 namespace {
 
@@ -87,6 +93,8 @@ constexpr u32 kStrip = KILN_CHANNELS_TILE;
 constexpr u32 kRowGroup = KILN_ROW_GROUP;
 constexpr bool kQuantised = KILN_ACTIVATION_BITS == 8;
 constexpr u32 kValueBytes = KILN_ACTIVATION_BITS / 8;
+constexpr u32 kTerms = KILN_ACTIVATION_TERMS;
+constexpr u32 kOperands = kRows * kTerms;  // rows that a tile multiplies
 
 #if defined(KILN_LANES)
 constexpr int kLanes = KILN_LANES;
@@ -106,6 +114,8 @@ static_assert(kHidden % kd::kMxOuter == 0 && kInter % kBlock == 0,
               "hidden is a multiple of 512, intermediate one of 128");
 static_assert(KILN_ACTIVATION_BITS == 8 || KILN_ACTIVATION_BITS == 16,
               "activations have 8 or 16 bits");
+static_assert(kTerms == 1 || (kTerms == 2 && kQuantised),
+              "one term, or two of 8 bits");
 static_assert(kRows % kRowGroup == 0, "row groups divide the tile");
 static_assert(kStrip == 128 || kStrip == 256, "128 or 256 output channels");
 
@@ -176,25 +186,58 @@ void Route(const RouteArgs& args, u32, u32, u32) {
 
 // ---- operands of products --------------------------------------------------
 
-// Rounds `count` values, a multiple of 32, to an operand.
-KILN_FN void StoreOperand(const float* v, u32 count, u8* values, u8* scales) {
+// Rounds `count` values, a multiple of 32, to channels of row `row` of an
+// operand [rows][kTerms][kDepth], from `channel` on.
+template <u32 kDepth>
+KILN_FN void StoreOperand(const float* v, u32 count, u64 row, u32 channel,
+                          u8* values, u8* scales) {
+  const u64 first = row * (kTerms * kDepth) + channel;
   if constexpr (kQuantised) {
-    for (u32 b = 0; b < count / kFold; ++b) {
-      scales[b] = kd::QuantizeMxBlock(v + b * kFold, values + b * kFold);
+    for (u32 b = 0; b < count; b += kFold) {
+      const float* from = v + b;
+      float rest[kFold];
+      for (u32 term = 0; term < kTerms; ++term) {
+        const u64 at = first + term * kDepth + b;
+        scales[at / kFold] = kd::QuantizeMxBlock(from, values + at);
+        if (term + 1 == kTerms) break;
+        const float scale = kd::Ue8m0ToFloat(scales[at / kFold]);
+        for (u32 i = 0; i < kFold; ++i) {
+          rest[i] = from[i] - kd::E4m3ToFloat(values[at + i]) * scale;
+        }
+        from = rest;
+      }
     }
   } else {
     for (u32 i = 0; i < count; i += kLanes) {
-      kd::Store(values + i * kValueBytes,
+      kd::Store(values + (first + i) * kValueBytes,
                 kd::ToHalves<kLanes>(kd::Load<F>(v + i)));
     }
   }
 }
 
-// The rows of a tile: where each one's operand begins; null for a row that is
-// not in use, which counts as zeros.
+// What a tile multiplies, its rows' terms in turn: where each begins; null for
+// a row that is not in use, which counts as zeros.
 struct Rows {
-  const u8* values[kRows];
-  const u8* scales[kRows];
+  const u8* values[kOperands];
+  const u8* scales[kOperands];
+
+  // Row `row` of the tile is row `at` of an operand [rows][kTerms][depth].
+  KILN_FN void Set(u32 row, u64 at, u32 depth, const u8* from_values,
+                   const u8* from_scales) {
+    for (u32 term = 0; term < kTerms; ++term) {
+      const u64 first = (at * kTerms + term) * depth;
+      values[row * kTerms + term] = from_values + first * kValueBytes;
+      scales[row * kTerms + term] = from_scales + first / kFold;
+    }
+  }
+
+  KILN_FN void Clear(u32 row) {
+    for (u32 term = 0; term < kTerms; ++term) {
+      values[row * kTerms + term] = scales[row * kTerms + term] = nullptr;
+    }
+  }
+
+  KILN_FN bool Has(u32 row) const { return values[row * kTerms] != nullptr; }
 };
 
 // 32 channels of a row, from `channel` on, without their scale.
@@ -236,16 +279,15 @@ void Rotate(const RotateArgs& args, u32 token, u32 chunk, u32) {
     kd::ScaleBy(args.suh + base + i, v + i);
     kd::Hadamard128(v + i);
   }
-  StoreOperand(v, kd::kMxOuter, args.values + row * kValueBytes,
-               args.scales + row / kFold);
+  StoreOperand<kHidden>(v, kd::kMxOuter, token, base, args.values, args.scales);
 }
 
 // ---- matrix products -------------------------------------------------------
 
-// Accumulators of a strip: [group][half][row]. Half h of a group holds columns
-// 8h .. 8h + 7 of each of its native tiles.
+// Accumulators of a strip: [group][half][operand]. Half h of a group holds
+// columns 8h .. 8h + 7 of each of its native tiles.
 struct Strip {
-  F sum[kStrip / kGroup][2][kRows];
+  F sum[kStrip / kGroup][2][kOperands];
 };
 
 // One expert's matrix.
@@ -283,8 +325,8 @@ KILN_FN U ScaleWords(const Matrix& w, u32 k, u32 column, u32 half) {
 // sum[half][row] += one block of 32 input channels of one group.
 //   a: [row][32]; a_scale: [row].
 KILN_FN void AddFold(const F (*weights)[2], const F* w_scale, const float* a,
-                     const float* a_scale, F (*sum)[kRows]) {
-  for (u32 first = 0; first < kRows; first += kRowGroup) {
+                     const float* a_scale, F (*sum)[kOperands]) {
+  for (u32 first = 0; first < kOperands; first += kRowGroup) {
     F fold[2][kRowGroup] = {};
     for (u32 k = 0; k < kFold; ++k) {
       const F w0 = weights[k][0];
@@ -320,15 +362,15 @@ void Multiply(const Matrix& w, u32 column, u32 columns, const Rows& rows,
               float* out) {
   Strip strip;
   for (u32 g = 0; g < columns / kGroup; ++g) {
-    for (u32 row = 0; row < kRows; ++row) {
+    for (u32 row = 0; row < kOperands; ++row) {
       strip.sum[g][0][row] = strip.sum[g][1][row] = F{};
     }
   }
   const u64 row_words = static_cast<u64>(w.n_size / 16) * kd::kTileWords<kBits>;
   for (u32 k = 0; k < w.k_size; k += kFold) {
-    float a[kRows * kFold];
-    float a_scale[kRows];
-    for (u32 row = 0; row < kRows; ++row) {
+    float a[kOperands * kFold];
+    float a_scale[kOperands];
+    for (u32 row = 0; row < kOperands; ++row) {
       a_scale[row] = 1.0f;
       if (rows.values[row] == nullptr) {
         for (u32 i = 0; i < kFold; ++i) a[row * kFold + i] = 0.0f;
@@ -360,8 +402,11 @@ void Multiply(const Matrix& w, u32 column, u32 columns, const Rows& rows,
     float* to = out + row * kStrip;
     for (u32 g = 0; g < columns / kGroup; ++g) {
       for (u32 half = 0; half < 2; ++half) {
+        const F* terms = strip.sum[g][half] + row * kTerms;
+        F sum = terms[0];
+        if constexpr (kTerms == 2) sum = sum + terms[1];
         float lanes[kLanes];
-        kd::Store(lanes, kd::RoundHalves<kLanes>(strip.sum[g][half][row]));
+        kd::Store(lanes, kd::RoundHalves<kLanes>(sum));
         for (u32 tile = 0; tile < kGroupTiles; ++tile) {
           __builtin_memcpy(to + g * kGroup + tile * 16 + half * 8,
                            lanes + tile * 8, 8 * sizeof(float));
@@ -399,11 +444,12 @@ void Fc1(const Fc1Args& args, u32 tile, u32 strip, u32) {
   Rows rows;
   for (u32 row = 0; row < kRows; ++row) {
     const i32 route = args.tile_routes[tile * kRows + row];
-    const u64 at =
-        route < 0 ? 0
-                  : static_cast<u64>(static_cast<u32>(route) / kTopK) * kHidden;
-    rows.values[row] = route < 0 ? nullptr : args.x_values + at * kValueBytes;
-    rows.scales[row] = args.x_scales + at / kFold;
+    if (route < 0) {
+      rows.Clear(row);
+      continue;
+    }
+    rows.Set(row, static_cast<u32>(route) / kTopK, kHidden, args.x_values,
+             args.x_scales);
   }
   const u64 e = static_cast<u32>(expert);
   const u32 column = strip * kStrip;
@@ -423,15 +469,13 @@ void Fc1(const Fc1Args& args, u32 tile, u32 strip, u32) {
   Multiply(w, column, columns, rows, up);
   const kd::MxTables tables = kd::MxTablesOf(args.rotations, e, kInter);
   for (u32 row = 0; row < kRows; ++row) {
-    if (rows.values[row] == nullptr) continue;
+    if (!rows.Has(row)) continue;
     for (u32 c = 0; c < columns; c += kBlock) {
       float mid[kBlock];
       kd::MxBoundary128(tables, column + c, Limit(), gate + row * kStrip + c,
                         up + row * kStrip + c, mid);
-      const u64 at =
-          (static_cast<u64>(tile) * kRows + row) * kInter + column + c;
-      StoreOperand(mid, kBlock, args.mid_values + at * kValueBytes,
-                   args.mid_scales + at / kFold);
+      StoreOperand<kInter>(mid, kBlock, static_cast<u64>(tile) * kRows + row,
+                           column + c, args.mid_values, args.mid_scales);
     }
   }
 }
@@ -455,11 +499,11 @@ void Fc2(const Fc2Args& args, u32 tile, u32 strip, u32) {
   Rows rows;
   for (u32 row = 0; row < kRows; ++row) {
     const u32 slot = tile * kRows + row;
-    const u64 at = static_cast<u64>(slot) * kInter;
-    rows.values[row] = args.tile_routes[slot] < 0
-                           ? nullptr
-                           : args.mid_values + at * kValueBytes;
-    rows.scales[row] = args.mid_scales + at / kFold;
+    if (args.tile_routes[slot] < 0) {
+      rows.Clear(row);
+      continue;
+    }
+    rows.Set(row, slot, kInter, args.mid_values, args.mid_scales);
   }
   const u64 e = static_cast<u32>(expert);
   const u32 column = strip * kStrip;
@@ -473,7 +517,7 @@ void Fc2(const Fc2Args& args, u32 tile, u32 strip, u32) {
   float d[kRows * kStrip];
   Multiply(w, column, columns, rows, d);
   for (u32 row = 0; row < kRows; ++row) {
-    if (rows.values[row] == nullptr) continue;
+    if (!rows.Has(row)) continue;
     float* to =
         args.routed + (static_cast<u64>(tile) * kRows + row) * kHidden + column;
     for (u32 c = 0; c < columns; c += kBlock) {

@@ -1,5 +1,5 @@
 // fused_moe over TrellisMX weights (NPK-1 streams behind the coupled boundary):
-// CUDA kernels, in two arms.
+// CUDA kernels.
 //
 // Rounding boundaries follow the prepared-weights specification, A.6 and A.9.
 // Source for sm_80 and later; no header other than Kiln's own. Read
@@ -10,11 +10,13 @@
 //   KILN_HIDDEN H (multiple of 512), KILN_INTER I (multiple of 128),
 //   KILN_EXPERTS E (1..1024), KILN_TOPK (1..32), KILN_BITS K (2..5),
 //   KILN_LIMIT_BITS (a binary32), KILN_X_BF16, KILN_ID_I64 (0 or 1),
-//   KILN_ACTIVATION_BITS, the arm: 8 ("grouped", W4A8) or 16 ("smallm", W4A16),
-//   and KILN_PART: 0 support entries (route, activate, combine), 1 fc1 and fc2
+//   KILN_ACTIVATION_BITS, the arm: 8 ("grouped" and "direct", W4A8) or 16
+//   ("smallm", W4A16), KILN_ACTIVATION_TERMS, 1 unless given, 2 of the arm
+//   "direct rp2", and KILN_PART: 0 support entries (route, activate, combine),
+//   1 fc1 and fc2
 // Axes, read by part 1 only:
-//   KILN_TOKENS_TILE T     8 or a multiple of 16 up to 128: rows of one expert
-//                          per block
+//   KILN_TOKENS_TILE T     8 or a multiple of 16 up to 128: terms of rows of
+//                          one expert per block
 //   KILN_CHANNELS_TILE C   64, 128 or 256 output channels per block; divides I
 //                          (fc1) and H (fc2); C >= 16 * KILN_WARPS
 //   KILN_K_TILE            64 or 128 input channels per pipeline stage
@@ -24,11 +26,15 @@
 //
 // Shape of the computation: that of cuda.cu. Weights are the A operand of
 // mma.sync.m16n8k16, decoded into the lanes that need them; tokens are N. An
-// E4M3 number is a binary16 number, so both arms multiply binary16 exactly:
-// operands of the grouped arm are E4M3 values, with one scale for 32 of them.
-// A sum runs in blocks of 32 input channels, each from zero, times the block's
-// scales and added in ascending order. Its order depends on the number of K
-// slices alone: all axes but split-K give bit-identical results.
+// E4M3 number is a binary16 number, so all arms multiply binary16 exactly:
+// operands of W4A8 are E4M3 values, with one scale for 32 of them. A sum runs
+// in blocks of 32 input channels, each from zero, times the block's scales and
+// added in ascending order. Its order depends on the number of K slices alone:
+// all axes but split-K give bit-identical results.
+//
+// A row of two terms, an E4M3 value and that of what it left, is two columns of
+// the MMA, T / 2 rows to a tile: one decoded weight serves both, and their sums
+// are added when they are stored.
 
 #include "cuda/grouped.h"
 #include "cuda/ring.h"
@@ -42,6 +48,10 @@
 #include "fused_moe/mx_boundary.h"
 #include "fused_moe/mx_fragment.h"
 #include "fused_moe/mx_warp.h"
+
+#if !defined(KILN_ACTIVATION_TERMS)
+#define KILN_ACTIVATION_TERMS 1
+#endif
 
 namespace {
 
@@ -62,11 +72,14 @@ constexpr u32 kInter = KILN_INTER;
 constexpr u32 kExperts = KILN_EXPERTS;
 constexpr u32 kTopK = KILN_TOPK;
 constexpr bool kQuantised = KILN_ACTIVATION_BITS == 8;
+constexpr u32 kTerms = KILN_ACTIVATION_TERMS;
 
 static_assert(kHidden % 512 == 0 && kInter % 128 == 0, "H512 and H128");
 static_assert(kExperts >= 1 && kExperts <= 1024, "E in 1..1024");
 static_assert(KILN_ACTIVATION_BITS == 8 || KILN_ACTIVATION_BITS == 16,
               "activations have 8 or 16 bits");
+static_assert(kTerms == 1 || (kTerms == 2 && kQuantised),
+              "one term, or two of 8 bits");
 
 }  // namespace
 
@@ -89,19 +102,30 @@ using RouteId = long long;
 using RouteId = int;
 #endif
 
-// Rounds to an operand and stores. A warp holds 128 neighbours, lane l those
-// from 4l on; the first of lane 0 is element `first` of the operand.
-__device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 first,
-                                             u32 lane, u16* values,
+// Rounds to an operand [rows][kTerms][kDepth] and stores. A warp holds 128
+// neighbours of row `row`, from `channel` on, lane l those from 4l on.
+template <u32 kDepth>
+__device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 row,
+                                             u32 channel, u32 lane, u16* values,
                                              float* scales) {
-  const u64 at = first + lane * 4;
+  u64 at = row * (kTerms * kDepth) + channel + lane * 4;
   if constexpr (!kQuantised) {
     kd::Store4(values + at, v);
   } else {
-    float rounded[4] = {v[0], v[1], v[2], v[3]};
-    const float scale = kd::RoundToMxfp8(rounded);
-    kd::Store4(values + at, rounded);
-    if (lane % 8 == 0) scales[at / kd::kMxBlock] = scale;
+    float rest[4] = {v[0], v[1], v[2], v[3]};
+#pragma unroll
+    for (u32 term = 0; term < kTerms; ++term) {
+      float rounded[4] = {rest[0], rest[1], rest[2], rest[3]};
+      const float scale = kd::RoundToMxfp8(rounded);
+      kd::Store4(values + at, rounded);
+      if (lane % 8 == 0) scales[at / kd::kMxBlock] = scale;
+        // Exact: the product is, and so is what two near numbers leave.
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) {
+        rest[i] = kd::Fma(-rounded[i], scale, rest[i]);
+      }
+      at += kDepth;
+    }
   }
 }
 
@@ -145,7 +169,9 @@ __device__ __forceinline__ void RotateBlock(const u16* __restrict__ x,
   }
   kd::Scale4(suh + item % kChunks * kChunk + quarter * kQuarter + lane * 4, v);
   kd::WarpHadamard128(v, lane);
-  StoreOperand(v, first, lane, values, scales);
+  StoreOperand<kHidden>(v, item / kChunks,
+                        item % kChunks * kChunk + quarter * kQuarter, lane,
+                        values, scales);
 }
 
 }  // namespace
@@ -219,8 +245,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
   kd::WarpHadamard128(v, lane);
   kd::Scale4(tables.down_suh + first + lane * 4, v);
   kd::WarpHadamard128(v, lane);
-  StoreOperand(v, static_cast<u64>(at) * kInter + first, lane, mid_values,
-               mid_scales);
+  StoreOperand<kInter>(v, at, first, lane, mid_values, mid_scales);
 }
 
 // H128 and down_svh of each route, their sum in router order with explicit fma,
@@ -279,14 +304,31 @@ constexpr u32 kThreads = kWarps * 32;
 
 constexpr u32 kStrips = kChannels / 16;        // 16-channel strips per block
 constexpr u32 kWarpStrips = kStrips / kWarps;  // and per warp
-constexpr u32 kTokenGroups = kTokens / 8;      // mma columns
+constexpr u32 kTokenGroups = kTokens / 8;      // of 8 MMA columns
 constexpr u32 kFolds = kDepthTile / kd::kMxBlock;  // blocks of 32 per stage
 constexpr u32 kStagesPerBlock = 128 / kDepthTile;  // of 128 input channels
 using OperandTile = kd::OperandTile<kThreads, kTokens, kDepthTile>;
 constexpr u32 kRowHalves = OperandTile::kRowHalves;
 
+// The columns of a tile: kTermRows of first terms, as many of second ones, and
+// so on, so that one warp has both terms of a row: in columns lane/4 of two
+// groups, or where there is but one group, of lanes two apart.
+constexpr u32 kTermRows = kTerms == 1 || kTokens >= 16 ? 8 : 4;
+
+// Row of the tile that is column `column`, and its row in an operand of terms
+// whose row `row` holds the tile's.
+__device__ __forceinline__ u32 RowOfColumn(u32 column) {
+  return kTerms == 1
+             ? column
+             : column / (2 * kTermRows) * kTermRows + column % kTermRows;
+}
+
+__device__ __forceinline__ u32 TermOfColumn(u32 row, u32 column) {
+  return kTerms == 1 ? row : row * kTerms + column / kTermRows % kTerms;
+}
+
 // A stage of the ring: packed weights, a word of scales per output channel,
-// operand rows, and in the grouped arm the scales of each row.
+// operand rows, and of W4A8 the scales of each row.
 constexpr u32 kWeightBytes = kDepthTile * kChannels * kBits / 8;
 constexpr u32 kScaleBytes = kChannels * 4;
 constexpr u32 kRowScaleBytes = kQuantised ? kFolds * 4 : 0;
@@ -311,11 +353,11 @@ using Sums = float[kWarpStrips][kTokenGroups][4];
 struct Factors {
   const unsigned char* weights;  // the block's first tile in K16 row 0
   const u32* scales;        // the block's words of the first 128 input channels
-  const u16* operand;       // [rows][K]
-  const float* row_scales;  // [rows][K / 32], grouped arm
+  const u16* operand;       // [rows][terms][K]
+  const float* row_scales;  // [rows][terms][K / 32], W4A8
 };
 
-// Rows that this thread copies, kNone beyond the tile.
+// Terms of rows that this thread copies, kNone beyond the tile.
 struct Sources {
   OperandTile operand;
   u32 scales;
@@ -384,9 +426,10 @@ __device__ __forceinline__ void AddFold(const float (&fold)[4],
 
 // Adds a stage to sums of half the weights.
 //   first_fold: block of 32 within its 128 input channels.
+//   columns: groups from this one on are left out.
 __device__ __forceinline__ void ComputeStage(const unsigned char* stage,
                                              const kd::LaneSpan<kBits>& span,
-                                             u32 first_fold, u32 rows,
+                                             u32 first_fold, u32 columns,
                                              Sums& sums) {
   const u32 lane = threadIdx.x % 32;
   const u32 strip = threadIdx.x / 32 * kWarpStrips;
@@ -419,7 +462,7 @@ __device__ __forceinline__ void ComputeStage(const unsigned char* stage,
     }
 #pragma unroll
     for (u32 g = 0; g < kTokenGroups; g += 2) {
-      if (g != 0 && g * 8 >= rows) continue;
+      if (g != 0 && g * 8 >= columns) continue;
       constexpr u32 kAtOnce = kTokens == 8 ? 1 : 2;
       // b[n][2s], b[n][2s + 1]: group g + n, input channels from 16 s on.
       u32 b[2][4];
@@ -461,7 +504,7 @@ __device__ __forceinline__ void ComputeStage(const unsigned char* stage,
 // sums = half of this block's slice of operand x weights.
 template <u32 kDepth, u32 kWidth>
 __device__ __forceinline__ void Multiply(const Factors& factors,
-                                         const Sources& sources, u32 rows,
+                                         const Sources& sources, u32 columns,
                                          Sums& sums) {
   static_assert(kWidth % kChannels == 0, "C must divide the width");
   constexpr u32 kBlocks = kDepth / 128;
@@ -500,8 +543,58 @@ __device__ __forceinline__ void Multiply(const Factors& factors,
     }
     kd::CommitCopies();
     ComputeStage(shared + slot * kStageBytes, span,
-                 stage % kStagesPerBlock * kFolds, rows, sums);
+                 stage % kStagesPerBlock * kFolds, columns, sums);
     slot = slot == kStages - 1 ? 0 : slot + 1;
+  }
+}
+
+// What this thread copies of a tile's rows.
+//   operand_row(row): of the operand, of row `row` of the tile.
+template <class OperandRow>
+__device__ __forceinline__ Sources FindSources(const Tile& tile,
+                                               OperandRow operand_row) {
+  const auto source = [&](u32 column) {
+    const u32 row = RowOfColumn(column);
+    return row < tile.rows ? TermOfColumn(operand_row(row), column) : kNone;
+  };
+  Sources sources;
+#pragma unroll
+  for (u32 i = 0; i < OperandTile::kCopies; ++i) {
+    sources.operand.source[i] = source(OperandTile::RowOf(i));
+  }
+  sources.scales = kQuantised ? source(threadIdx.x) : kNone;
+  return sources;
+}
+
+// Stores a block's sums of half the weights, a row's terms added.
+//   total: rows of a slice
+template <u32 kWidth>
+__device__ __forceinline__ void Store(const Sums& sums, void* product,
+                                      u64 total, const Tile& tile, u32 column) {
+  if constexpr (kTerms == 1) {
+    kd::StoreSums<kWidth, 2>(sums, product, total, tile.first, tile.rows,
+                             column);
+  } else {
+    constexpr u32 kGroups = kTokens == 8 ? 1 : kTokenGroups / 2;
+    float rows[kWarpStrips][kGroups][4];
+#pragma unroll
+    for (u32 i = 0; i < kWarpStrips; ++i) {
+#pragma unroll
+      for (u32 g = 0; g < kGroups; ++g) {
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e) {
+          if constexpr (kTokens == 8) {
+            // Columns 4 .. 7 are in the lanes whose number has bit 1.
+            rows[i][g][e] =
+                sums[i][g][e] + __shfl_xor_sync(0xFFFFFFFFu, sums[i][g][e], 2);
+          } else {
+            rows[i][g][e] = sums[i][2 * g][e] + sums[i][2 * g + 1][e];
+          }
+        }
+      }
+    }
+    kd::StoreSums<kWidth, 2>(rows, product, total, tile.first, tile.rows,
+                             column);
   }
 }
 
@@ -542,16 +635,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const u32 column = blockIdx.x % kBlocks * kChannels;
   const bool is_up = column >= kInter;
 
-  Sources sources;
-#pragma unroll
-  for (u32 i = 0; i < OperandTile::kCopies; ++i) {
-    const u32 row = OperandTile::RowOf(i);
-    sources.operand.source[i] =
-        row < tile.rows ? rows[tile.first + row].route / kTopK : kNone;
-  }
-  sources.scales = kQuantised && threadIdx.x < tile.rows
-                       ? rows[tile.first + threadIdx.x].route / kTopK
-                       : kNone;
+  const Sources sources = FindSources(
+      tile, [&](u32 row) { return rows[tile.first + row].route / kTopK; });
   Factors factors;
   factors.weights =
       MatrixTiles<kInter>(w13, (is_up ? kExperts : 0) + tile.expert,
@@ -561,9 +646,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   factors.operand = x_values;
   factors.row_scales = x_scales;
   Sums sums = {};
-  Multiply<kHidden, kInter>(factors, sources, tile.rows, sums);
-  kd::StoreSums<2 * kInter, 2>(sums, fc1, static_cast<u64>(tokens) * kTopK,
-                               tile.first, tile.rows, column);
+  Multiply<kHidden, kInter>(factors, sources, tile.rows * kTerms, sums);
+  Store<2 * kInter>(sums, fc1, static_cast<u64>(tokens) * kTopK, tile, column);
 }
 
 // Block x: tile x / (H / C) and C of the H channels; block y: slice of K.
@@ -579,23 +663,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Tile tile = tiles[index];
   const u32 column = blockIdx.x % kBlocks * kChannels;
 
-  Sources sources;
-#pragma unroll
-  for (u32 i = 0; i < OperandTile::kCopies; ++i) {
-    const u32 row = OperandTile::RowOf(i);
-    sources.operand.source[i] = row < tile.rows ? tile.first + row : kNone;
-  }
-  sources.scales =
-      kQuantised && threadIdx.x < tile.rows ? tile.first + threadIdx.x : kNone;
+  const Sources sources =
+      FindSources(tile, [&](u32 row) { return tile.first + row; });
   Factors factors;
   factors.weights = MatrixTiles<kHidden>(w2, tile.expert, column);
   factors.scales = ExpertScales<kInter, kHidden>(w2_scale, tile.expert, column);
   factors.operand = mid_values;
   factors.row_scales = mid_scales;
   Sums sums = {};
-  Multiply<kInter, kHidden>(factors, sources, tile.rows, sums);
-  kd::StoreSums<kHidden, 2>(sums, fc2, static_cast<u64>(tokens) * kTopK,
-                            tile.first, tile.rows, column);
+  Multiply<kInter, kHidden>(factors, sources, tile.rows * kTerms, sums);
+  Store<kHidden>(sums, fc2, static_cast<u64>(tokens) * kTopK, tile, column);
 }
 
 #endif  // KILN_PART == 1

@@ -32,12 +32,18 @@ bool IsStaged(ReferenceMode mode) { return mode != ReferenceMode::kFloat64; }
 
 bool IsSequential(ReferenceMode mode) {
   return mode == ReferenceMode::kSequential ||
-         mode == ReferenceMode::kSequentialW4A8;
+         mode == ReferenceMode::kSequentialW4A8 ||
+         mode == ReferenceMode::kSequentialW4A8Rp2;
+}
+
+bool HasRemainder(ReferenceMode mode) {
+  return mode == ReferenceMode::kStagedW4A8Rp2 ||
+         mode == ReferenceMode::kSequentialW4A8Rp2;
 }
 
 bool IsQuantised(ReferenceMode mode) {
   return mode == ReferenceMode::kStagedW4A8 ||
-         mode == ReferenceMode::kSequentialW4A8;
+         mode == ReferenceMode::kSequentialW4A8 || HasRemainder(mode);
 }
 
 double Narrow(double value, ReferenceMode mode) {
@@ -118,27 +124,50 @@ void Scale(ReferenceMode mode, const std::vector<uint16_t>& table, size_t first,
   }
 }
 
-// What a product reads of these values.
-void RoundOperand(ReferenceMode mode, Reals* values) {
-  if (mode == ReferenceMode::kFloat64) return;
-  if (!IsQuantised(mode)) {
-    for (double& value : *values) {
-      value = kd::round_f16(static_cast<float>(value));
-    }
-    return;
-  }
-  for (size_t at = 0; at < values->size(); at += kMxfp8Block) {
+// The values of MXFP8 next to these.
+Reals RoundToMxfp8(const Reals& values) {
+  Reals out(values.size());
+  for (size_t at = 0; at < values.size(); at += kMxfp8Block) {
     std::array<float, kMxfp8Block> block;
     for (size_t i = 0; i < kMxfp8Block; ++i) {
-      block[i] = static_cast<float>((*values)[at + i]);
+      block[i] = static_cast<float>(values[at + i]);
     }
     uint8_t scale = 0;
     std::array<uint8_t, kMxfp8Block> payload;
     QuantizeMxfp8(block, &scale, payload);
     for (size_t i = 0; i < kMxfp8Block; ++i) {
-      (*values)[at + i] = Mxfp8Value(scale, payload[i]);
+      out[at + i] = Mxfp8Value(scale, payload[i]);
     }
   }
+  return out;
+}
+
+// What a product reads: the sum of both terms; `low` is empty without a
+// remainder.
+struct Operand {
+  Reals high;
+  Reals low;
+};
+
+Operand RoundOperand(ReferenceMode mode, Reals values) {
+  Operand out;
+  if (!IsStaged(mode)) {
+    out.high = std::move(values);
+  } else if (!IsQuantised(mode)) {
+    for (double& value : values) {
+      value = kd::round_f16(static_cast<float>(value));
+    }
+    out.high = std::move(values);
+  } else {
+    out.high = RoundToMxfp8(values);
+    if (HasRemainder(mode)) {
+      for (size_t i = 0; i < values.size(); ++i) {
+        values[i] = Narrow(values[i] - out.high[i], mode);
+      }
+      out.low = RoundToMxfp8(values);
+    }
+  }
+  return out;
 }
 
 // Blocks of 32 input channels, each from zero, then added. Scales are powers of
@@ -155,17 +184,25 @@ float SequentialSum(const double* w, const Reals& x) {
   return sum;
 }
 
+double Sum(const double* w, const Reals& x) {
+  double sum = 0;
+  for (size_t k = 0; k < x.size(); ++k) sum += w[k] * x[k];
+  return sum;
+}
+
 // w: [out][in].
-Reals Product(ReferenceMode mode, const Reals& w, const Reals& x) {
-  Reals y(w.size() / x.size());
+Reals Product(ReferenceMode mode, const Reals& w, const Operand& x) {
+  const size_t in = x.high.size();
+  Reals y(w.size() / in);
   for (size_t n = 0; n < y.size(); ++n) {
-    const double* row = w.data() + n * x.size();
+    const double* row = w.data() + n * in;
     if (IsSequential(mode)) {
-      y[n] = kd::round_f16(SequentialSum(row, x));
+      float sum = SequentialSum(row, x.high);
+      if (!x.low.empty()) sum += SequentialSum(row, x.low);
+      y[n] = kd::round_f16(sum);
       continue;
     }
-    double sum = 0;
-    for (size_t k = 0; k < x.size(); ++k) sum += row[k] * x[k];
+    const double sum = Sum(row, x.high) + Sum(row, x.low);
     y[n] = IsStaged(mode) ? kd::round_f16(static_cast<float>(sum)) : sum;
   }
   return y;
@@ -307,9 +344,9 @@ std::vector<double> MxExpert::Run(std::vector<double> a) const {
     Scale(mode_, w_.suh, 0, &a);
     Inner(mode_, a);
   }
-  RoundOperand(mode_, &a);
-  Reals middle = Boundary(Product(mode_, w_.gate, a), Product(mode_, w_.up, a));
-  RoundOperand(mode_, &middle);
+  const Operand x = RoundOperand(mode_, std::move(a));
+  const Operand middle = RoundOperand(
+      mode_, Boundary(Product(mode_, w_.gate, x), Product(mode_, w_.up, x)));
   Reals d = Product(mode_, w_.down, middle);
   if (coupled) {
     Inner(mode_, d);

@@ -26,11 +26,12 @@ std::vector<double> DecodeNpkStream(const uint8_t* stream, int bits, size_t out,
 // One expert between the rows of x and the sum of its token's routes.
 //
 // Modes: kFloat64 rounds nothing and quantises no activation. kStaged is the
-// small-M arm, kStagedW4A8 the grouped one: x to binary16, transforms and
-// scales in binary32, binary16 or MXFP8 in front of each product, its result to
-// binary16, routes in order in binary32; sums of products, whose order is open,
-// in binary64. kSequential and kSequentialW4A8 are the same with the sums of
-// mx_cpu.cc, bit for bit.
+// small-M arm, kStagedW4A8 the grouped one, kStagedW4A8Rp2 the direct one with
+// its remainder: x to binary16, transforms and scales in binary32, binary16 or
+// MXFP8 in one or two terms in front of each product, its result to binary16,
+// routes in order in binary32; sums of products, whose order is open, in
+// binary64. kSequential, kSequentialW4A8 and kSequentialW4A8Rp2 are the same
+// with the sums of mx_cpu.cc, bit for bit.
 class MxExpert {
  public:
   // Binary16 bits and decoded weights, scales applied. Without a boundary

@@ -8,6 +8,12 @@
 #include "compiler/base/check.h"
 
 namespace kiln {
+namespace {
+
+constexpr char kBitsAxis[] = "activation_bits";
+constexpr char kTermsAxis[] = "activation_terms";
+
+}  // namespace
 
 std::vector<ParamDecl> MxParams(const RequestGeometry& geometry) {
   const std::string io(DTypeName(geometry.io_dtype));
@@ -63,6 +69,10 @@ absl::string_view MxArmName(MxArm arm) {
   switch (arm) {
     case MxArm::kSmallM:
       return "smallm";
+    case MxArm::kDirectRp2:
+      return "direct rp2";
+    case MxArm::kDirect:
+      return "direct";
     case MxArm::kGrouped:
       return "grouped";
   }
@@ -73,6 +83,9 @@ absl::string_view MxNumericsClass(MxArm arm) {
   switch (arm) {
     case MxArm::kSmallM:
       return "mx.w4a16.fold32";
+    case MxArm::kDirectRp2:
+      return "mx.w4a8rp2.fold32";
+    case MxArm::kDirect:
     case MxArm::kGrouped:
       return "mx.w4a8.fold32";
   }
@@ -81,13 +94,47 @@ absl::string_view MxNumericsClass(MxArm arm) {
 
 absl::StatusOr<MxArm> MxArmOf(const RequestGeometry& geometry,
                               const Interval& interval) {
-  const uint32_t limit = geometry.mx.smallm_max_tokens;
-  if (interval.m_max <= limit) return MxArm::kSmallM;
+  const TrellisMx& mx = geometry.mx;
+  const bool direct = mx.direct_max_tokens != 0;
+  const uint32_t limit = direct ? mx.direct_max_tokens : mx.smallm_max_tokens;
   if (interval.m_min > limit) return MxArm::kGrouped;
-  return absl::InvalidArgumentError(
-      absl::StrCat("interval ", interval.m_min, "..", interval.m_max,
-                   " has tokens on both sides of smallm_max_tokens, ", limit,
-                   "; make that a capacity"));
+  if (interval.m_max > limit) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("interval ", interval.m_min, "..", interval.m_max,
+                     " has tokens on both sides of ",
+                     direct ? "direct_max_tokens" : "smallm_max_tokens", ", ",
+                     limit, "; make that a capacity"));
+  }
+  if (!direct) return MxArm::kSmallM;
+  return mx.remainder == Remainder::kRp2 ? MxArm::kDirectRp2 : MxArm::kDirect;
+}
+
+uint32_t MxActivationTerms(const Problem& problem) {
+  const absl::StatusOr<MxArm> arm = MxArmOf(problem.geometry, problem.interval);
+  return arm.ok() && *arm == MxArm::kDirectRp2 ? 2 : 1;
+}
+
+std::vector<Axis> MxArmAxes(const Problem& problem) {
+  std::vector<Axis> axes = {{kBitsAxis, {16, 8}}};
+  const uint32_t terms = MxActivationTerms(problem);
+  if (terms != 1) axes.push_back({kTermsAxis, {terms}});
+  return axes;
+}
+
+std::string MxArmConstraint(const Problem& problem, const AxisPoint& point) {
+  const absl::StatusOr<MxArm> arm = MxArmOf(problem.geometry, problem.interval);
+  if (!arm.ok()) return std::string(arm.status().message());
+  const int64_t bits = *arm == MxArm::kSmallM ? 16 : 8;
+  if (point.at(kBitsAxis) == bits) return "";
+  return absl::StrCat(kBitsAxis, " ", point.at(kBitsAxis),
+                      ": the interval is that of the ", MxArmName(*arm),
+                      " arm, which has ", bits);
+}
+
+std::string MxArmPrelude(const Assignment& assignment) {
+  std::vector<std::string> names = {kBitsAxis};
+  if (assignment.count(kTermsAxis) != 0) names.push_back(kTermsAxis);
+  return AxisPrelude(assignment, names);
 }
 
 std::string MxPrelude(const RequestGeometry& geometry) {
@@ -114,6 +161,8 @@ double MxTolerance(MxArm arm) {
   switch (arm) {
     case MxArm::kSmallM:
       return 2e-3;
+    case MxArm::kDirectRp2:
+    case MxArm::kDirect:
     case MxArm::kGrouped:
       return 4e-3;
   }

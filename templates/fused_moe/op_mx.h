@@ -10,8 +10,10 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "compiler/spec/kernel_template.h"
 #include "compiler/spec/plan.h"
 #include "compiler/spec/request.h"
+#include "templates/axes.h"
 
 namespace kiln {
 
@@ -51,15 +53,20 @@ std::vector<uint64_t> MxBytes(const RequestGeometry& geometry, uint32_t tokens);
 
 // Which arithmetic a plan has in front of both products.
 enum class MxArm {
-  kSmallM,   // W4A16: activations are binary16
+  kSmallM,  // W4A16: activations are binary16
+  // W4A8 with the remainder RP2: MXFP8 in two terms, the second of what the
+  // first left. The two products of a row with a matrix are summed on their own
+  // and added before the result is rounded.
+  kDirectRp2,
+  kDirect,   // W4A8, as kGrouped
   kGrouped,  // W4A8: activations are MXFP8, E4M3 in blocks of 32
 };
 
-// "smallm", "grouped".
+// "smallm", "direct rp2", "direct", "grouped".
 absl::string_view MxArmName(MxArm arm);
 
-// "mx.w4a16.fold32", "mx.w4a8.fold32": equal bits for every candidate of an
-// arm.
+// "mx.w4a16.fold32", "mx.w4a8rp2.fold32", and "mx.w4a8.fold32" of the other
+// two: equal bits for every candidate of a class.
 absl::string_view MxNumericsClass(MxArm arm);
 
 // The arm of an interval.
@@ -67,17 +74,32 @@ absl::string_view MxNumericsClass(MxArm arm);
 absl::StatusOr<MxArm> MxArmOf(const RequestGeometry& geometry,
                               const Interval& interval);
 
+// The axes of an interval that say its arm: "activation_bits", 16 or 8, and in
+// kDirectRp2 "activation_terms", 2. Points of the other arms have no such axis:
+// a remainder that a request has for few tokens changes nothing beyond them.
+std::vector<Axis> MxArmAxes(const Problem& problem);
+
+// Empty, or why the point is none of the interval's arm.
+std::string MxArmConstraint(const Problem& problem, const AxisPoint& point);
+
+// The #defines of those axes.
+std::string MxArmPrelude(const Assignment& assignment);
+
+// Numbers for each channel of an activation: 2 in kDirectRp2, else 1.
+uint32_t MxActivationTerms(const Problem& problem);
+
 // The #defines that specialise a source for a geometry, one per line: see the
 // head of mx_cpu.cc.
 std::string MxPrelude(const RequestGeometry& geometry);
 
-// Largest relative Frobenius error of an output row. Of the small-M arm against
-// the float64 oracle, where binary16 operands and results cost 7e-4 to 9e-4 on
-// random data. Of the grouped arm against ReferenceMode::kStagedW4A8: against
-// an oracle that quantises no activation it is 5e-2 to 7e-2 whatever the kernel
-// does; what is left is a sum that falls to the other side of a midpoint, and a
-// step of E4M3 that may follow. Both are tighter than cosines of 0.99995 and
-// 0.9998, which are errors of 1.0e-2 and 2.0e-2.
+// Largest relative Frobenius error of an output row. Of the small-M arm and of
+// the direct one with a remainder against the float64 oracle, where on random
+// data binary16 operands and results cost 7e-4 to 9e-4 and two terms of MXFP8
+// 1.3e-3 to 1.9e-3. Of the others against ReferenceMode::kStagedW4A8: against
+// an oracle that quantises no activation they are 5e-2 to 7e-2 off whatever the
+// kernel does; what is left is a sum that falls to the other side of a
+// midpoint, and a step of E4M3 that may follow. All are tighter than cosines of
+// 0.99995 (0.9998 of one term), which are errors of 1.0e-2 and 2.0e-2.
 double MxTolerance(MxArm arm);
 
 }  // namespace kiln

@@ -489,6 +489,8 @@ void FusedMoeReferenceRows(const FusedMoeProblem& problem,
   const bool is_w4a8 = mode == ReferenceMode::kStagedW4A8 ||
                        mode == ReferenceMode::kSequentialW4A8;
   KILN_CHECK(!is_w4a8 || problem.codebook == TrellisCodebook::kSqgE4m3);
+  KILN_CHECK(mode != ReferenceMode::kStagedW4A8Rp2 &&
+             mode != ReferenceMode::kSequentialW4A8Rp2);
   KILN_CHECK(threads >= 1);
   for (const int64_t row : rows) KILN_CHECK(row >= 0 && row < problem.tokens);
   Evaluation(problem, rows, mode).Run(threads, out);

@@ -91,6 +91,11 @@ enum class ReferenceMode {
   // As kStagedW4A8 with sums as in kSequential; of TrellisMX as in
   // mx_reference.h.
   kSequentialW4A8,
+  // As kStagedW4A8 and kSequentialW4A8, with activations of two terms: the
+  // second is MXFP8 of what the first left. Only of TrellisMX, whose direct arm
+  // has them; see mx_reference.h.
+  kStagedW4A8Rp2,
+  kSequentialW4A8Rp2,
 };
 
 // Computes the output rows of the listed tokens only.

@@ -26,8 +26,6 @@ uint32_t CeilDiv(int64_t value, int64_t by) {
   return static_cast<uint32_t>((value + by - 1) / by);
 }
 
-int64_t BitsOf(MxArm arm) { return arm == MxArm::kSmallM ? 16 : 8; }
-
 class Template : public KernelTemplate {
  public:
   absl::string_view name() const override { return "fused_moe.mx_cpu"; }
@@ -109,24 +107,19 @@ class Template : public KernelTemplate {
     const int64_t processors = std::max(1, problem.device.multiprocessors);
     std::vector<int64_t> threads = {processors};
     if (processors > 1) threads.push_back((processors + 1) / 2);
-    return {{"activation_bits", {16, 8}},
-            {"tokens_tile", {1, 2, 4, 8, 16}},
-            {"channels_tile", {128, 256}},
-            {"row_group", {1, 2, 4, 8}},
-            {"threads", threads}};
+    std::vector<Axis> axes = MxArmAxes(problem);
+    axes.insert(axes.end(), {{"tokens_tile", {1, 2, 4, 8, 16}},
+                             {"channels_tile", {128, 256}},
+                             {"row_group", {1, 2, 4, 8}},
+                             {"threads", threads}});
+    return axes;
   }
 
   // Empty, or the rule that the point breaks.
   static std::string Constraint(const Problem& problem,
                                 const AxisPoint& point) {
-    const absl::StatusOr<MxArm> arm =
-        MxArmOf(problem.geometry, problem.interval);
-    if (!arm.ok()) return std::string(arm.status().message());
-    if (point.at("activation_bits") != BitsOf(*arm)) {
-      return absl::StrCat("activation_bits ", point.at("activation_bits"),
-                          ": the interval is that of the ", MxArmName(*arm),
-                          " arm, which has ", BitsOf(*arm));
-    }
+    std::string other_arm = MxArmConstraint(problem, point);
+    if (!other_arm.empty()) return other_arm;
     if (point.at("tokens_tile") % point.at("row_group") != 0) {
       return absl::StrCat("row_group ", point.at("row_group"),
                           " does not divide every tokens_tile");
@@ -166,11 +159,10 @@ class Template : public KernelTemplate {
     unit.name = "fused_moe/mx_cpu.cc";
     unit.template_version = version();
     unit.compute_dtype = assignment.at("activation_bits") == 8 ? "e4m3" : "f16";
-    unit.text =
-        absl::StrCat(MxPrelude(geometry),
-                     AxisPrelude(assignment, {"activation_bits", "tokens_tile",
-                                              "channels_tile", "row_group"}),
-                     TemplateText("fused_moe/mx_cpu.cc"));
+    unit.text = absl::StrCat(
+        MxPrelude(geometry), MxArmPrelude(assignment),
+        AxisPrelude(assignment, {"tokens_tile", "channels_tile", "row_group"}),
+        TemplateText("fused_moe/mx_cpu.cc"));
     unit.headers = DeviceHeaders();
     for (const char* header : kHeaders) {
       unit.headers.emplace_back(header, TemplateText(header));
@@ -187,7 +179,9 @@ class Template : public KernelTemplate {
     const auto tile = static_cast<uint32_t>(assignment.at("tokens_tile"));
     const auto strip = assignment.at("channels_tile");
     const bool quantised = assignment.at("activation_bits") == 8;
-    const uint64_t value = quantised ? 1 : 2;
+    // Bytes of a channel: two terms are two numbers.
+    const uint64_t terms = MxActivationTerms(problem);
+    const uint64_t value = terms * (quantised ? 1 : 2);
     const auto hidden = static_cast<uint64_t>(geometry.hidden);
     const auto inter = static_cast<uint64_t>(geometry.intermediate);
     const uint64_t capacity = problem.interval.m_max;
@@ -195,7 +189,7 @@ class Template : public KernelTemplate {
         FusedMoeTilesMax(geometry, tile, problem.interval.m_max);
     const uint64_t rows = tiles * tile;
     const auto scales = [&](uint64_t values) {
-      return quantised ? values / kScaleBlock : 0;
+      return quantised ? terms * values / kScaleBlock : 0;
     };
 
     ArenaLayout& arena = body->arena;

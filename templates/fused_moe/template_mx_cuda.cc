@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
 #include "templates/axes.h"
 #include "templates/fused_moe/grouped_cost.h"
@@ -29,12 +30,25 @@ constexpr uint32_t kRotations = 8;
 // Sums that a thread may hold without spilling.
 constexpr int64_t kSumsMax = 128;
 
-// Largest relative Frobenius error of an output row of the grouped arm against
-// ReferenceMode::kStagedW4A8. A result of fc1 next to the middle of two
+// Largest relative Frobenius error of an output row of W4A8 with one term
+// against ReferenceMode::kStagedW4A8. A result of fc1 next to the middle of two
 // binary16 numbers may be rounded to the other one; an operand of fc2 may then
 // move by one step of E4M3, an eighth of itself. One such step is up to 5e-3 of
-// a row (intermediate 128, one route); not to quantise at all is 5e-2.
-constexpr double kGroupedTolerance = 1e-2;
+// a row (intermediate 128, one route); not to quantise at all is 5e-2. With two
+// terms the second takes back what the first moved.
+constexpr double kOneTermTolerance = 1e-2;
+
+double Tolerance(MxArm arm) {
+  switch (arm) {
+    case MxArm::kSmallM:
+    case MxArm::kDirectRp2:
+      return MxTolerance(arm);
+    case MxArm::kDirect:
+    case MxArm::kGrouped:
+      return kOneTermTolerance;
+  }
+  KILN_UNREACHABLE();
+}
 
 // Headers of mx_cuda.cu beside those of device/.
 constexpr const char* kHeaders[] = {"cuda/grouped.h",
@@ -46,7 +60,11 @@ constexpr const char* kHeaders[] = {"cuda/grouped.h",
                                     "fused_moe/mx_fragment.h",
                                     "fused_moe/mx_warp.h"};
 
-int64_t BitsOf(MxArm arm) { return arm == MxArm::kSmallM ? 16 : 8; }
+// Rows of one expert that a tile has: with two terms a row is two columns of
+// the MMA.
+uint32_t RowsOf(const Problem& problem, int64_t tokens_tile) {
+  return static_cast<uint32_t>(tokens_tile) / MxActivationTerms(problem);
+}
 
 // Ring of packed weights, a word of scales per channel, padded operand rows
 // and, in the grouped arm, a binary32 scale per row and 32 channels.
@@ -102,14 +120,13 @@ class Template : public KernelTemplate {
 
   ParamSpace Enumerate(const Problem& problem,
                        size_t points_max) const override {
-    const std::vector<Axis> axes = Axes();
+    const std::vector<Axis> axes = Axes(problem);
     std::map<int64_t, double> tiles;
     for (const Axis& axis : axes) {
       if (axis.name != "tokens_tile") continue;
       for (const int64_t tile : axis.values) {
-        tiles[tile] =
-            FusedMoeTilesExpected(problem.geometry, static_cast<uint32_t>(tile),
-                                  problem.interval.m_max);
+        tiles[tile] = FusedMoeTilesExpected(
+            problem.geometry, RowsOf(problem, tile), problem.interval.m_max);
       }
     }
     return OrderPoints(
@@ -123,7 +140,7 @@ class Template : public KernelTemplate {
 
   absl::StatusOr<PlanBody> MakeBody(
       const Problem& problem, const Assignment& assignment) const override {
-    const std::vector<Axis> axes = Axes();
+    const std::vector<Axis> axes = Axes(problem);
     RETURN_IF_ERROR(CheckAssignment(axes, assignment));
     const std::string broken =
         Constraint(problem, AxisPoint(&axes, assignment));
@@ -138,8 +155,7 @@ class Template : public KernelTemplate {
     body.numerics_class = absl::StrCat(MxNumericsClass(arm), ".mma.fc1x",
                                        assignment.at("split_fc1"), ".fc2x",
                                        assignment.at("split_fc2"));
-    body.tolerance =
-        arm == MxArm::kGrouped ? kGroupedTolerance : MxTolerance(arm);
+    body.tolerance = Tolerance(arm);
     body.deterministic = true;
     body.overlapped = problem.device.target.level >= 90;
     body.params = MxParams(problem.geometry);
@@ -150,38 +166,34 @@ class Template : public KernelTemplate {
   std::vector<SourceUnit> MakeUnits(
       const RequestGeometry& geometry, const Target&,
       const Assignment& assignment) const override {
-    return {Unit(geometry, 0, AxisPrelude(assignment, {"activation_bits"}),
+    const std::string arm = MxArmPrelude(assignment);
+    return {Unit(geometry, 0, arm,
                  {"kiln_mx_activate", "kiln_mx_combine", "kiln_mx_route"}),
             Unit(geometry, 1,
-                 AxisPrelude(assignment,
-                             {"activation_bits", "tokens_tile", "channels_tile",
-                              "k_tile", "warps", "stages"}),
+                 arm + AxisPrelude(assignment, {"tokens_tile", "channels_tile",
+                                                "k_tile", "warps", "stages"}),
                  {"kiln_mx_fc1", "kiln_mx_fc2"})};
   }
 
  private:
-  static std::vector<Axis> Axes() {
-    return {{"activation_bits", {16, 8}},
-            {"tokens_tile", {8, 16, 32, 48, 64, 96, 128}},
-            {"channels_tile", {64, 128, 256}},
-            {"k_tile", {64, 128}},
-            {"warps", {4, 8}},
-            {"stages", {2, 3, 4, 6}},
-            {"split_fc1", {1, 2, 4, 8}},
-            {"split_fc2", {1, 2, 4}}};
+  static std::vector<Axis> Axes(const Problem& problem) {
+    std::vector<Axis> axes = MxArmAxes(problem);
+    axes.insert(axes.end(), {{"tokens_tile", {8, 16, 32, 48, 64, 96, 128}},
+                             {"channels_tile", {64, 128, 256}},
+                             {"k_tile", {64, 128}},
+                             {"warps", {4, 8}},
+                             {"stages", {2, 3, 4, 6}},
+                             {"split_fc1", {1, 2, 4, 8}},
+                             {"split_fc2", {1, 2, 4}}});
+    return axes;
   }
 
   // Empty, or the rule that the point breaks.
   static std::string Constraint(const Problem& problem,
                                 const AxisPoint& point) {
     const RequestGeometry& geometry = problem.geometry;
-    const absl::StatusOr<MxArm> arm = MxArmOf(geometry, problem.interval);
-    if (!arm.ok()) return std::string(arm.status().message());
-    if (point.at("activation_bits") != BitsOf(*arm)) {
-      return absl::StrCat("activation_bits ", point.at("activation_bits"),
-                          ": the interval is that of the ", MxArmName(*arm),
-                          " arm, which has ", BitsOf(*arm));
-    }
+    std::string other_arm = MxArmConstraint(problem, point);
+    if (!other_arm.empty()) return other_arm;
     const int64_t channels = point.at("channels_tile");
     const int64_t warps = point.at("warps");
     if (geometry.intermediate % channels != 0 ||
@@ -269,7 +281,8 @@ class Template : public KernelTemplate {
   static void AddSteps(const Problem& problem, const AxisPoint& assignment,
                        PlanBody* body) {
     const RequestGeometry& geometry = problem.geometry;
-    const auto tile = static_cast<uint32_t>(assignment.at("tokens_tile"));
+    const uint32_t tile = RowsOf(problem, assignment.at("tokens_tile"));
+    const uint64_t terms = MxActivationTerms(problem);
     const auto channels = static_cast<uint32_t>(assignment.at("channels_tile"));
     const auto threads = static_cast<uint32_t>(assignment.at("warps") * 32);
     const auto split1 = static_cast<uint32_t>(assignment.at("split_fc1"));
@@ -287,19 +300,19 @@ class Template : public KernelTemplate {
       return Arg::Arena(arena.Add(name, bytes));
     };
     const auto scales = [&](uint64_t values) {
-      return quantised ? values / kScaleBlock * 4 : 0;
+      return quantised ? terms * values / kScaleBlock * 4 : 0;
     };
     const Arg tiles =
         slice("tiles", 16 * FusedMoeTilesMax(geometry, tile, capacity));
     const Arg totals = slice("totals", 16);
     const Arg rows = slice("rows", 8 * routes);
     const Arg positions = slice("positions", 4 * routes);
-    const Arg x_values = slice("x_values", uint64_t{2} * hidden * capacity);
+    const Arg x_values = slice("x_values", 2 * terms * hidden * capacity);
     const Arg x_scales = slice("x_scales", scales(uint64_t{hidden} * capacity));
     const Arg fc1 =
         slice("fc1", split1 == 1 ? uint64_t{4} * inter * routes
                                  : uint64_t{8} * inter * split1 * routes);
-    const Arg mid_values = slice("mid_values", uint64_t{2} * inter * routes);
+    const Arg mid_values = slice("mid_values", 2 * terms * inter * routes);
     const Arg mid_scales = slice("mid_scales", scales(inter * routes));
     const Arg fc2 =
         slice("fc2", split2 == 1 ? uint64_t{2} * hidden * routes

@@ -107,8 +107,9 @@ void LinearReferenceRows(const LinearProblem& problem,
                          std::span<const int64_t> rows, ReferenceMode mode,
                          double* out, int threads) {
   CheckProblem(problem);
-  KILN_CHECK(mode != ReferenceMode::kStagedW4A8 &&
-             mode != ReferenceMode::kSequentialW4A8);
+  KILN_CHECK(mode == ReferenceMode::kFloat64 ||
+             mode == ReferenceMode::kStaged ||
+             mode == ReferenceMode::kSequential);
   KILN_CHECK(threads >= 1);
   for (const int64_t row : rows) KILN_CHECK(row >= 0 && row < problem.tokens);
   Evaluation(problem, rows, mode).Run(threads, out);

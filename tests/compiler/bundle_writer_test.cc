@@ -401,15 +401,27 @@ TEST(BundleAttributesTest, GeometryComesBackFromItsFields) {
               ::kiln::testing::IsOkAndHolds(geometry));
 }
 
-TEST(BundleAttributesTest, GeometryOfTrellisMxComesBackFromItsFields) {
+RequestGeometry MxGeometry(const TrellisMx& mx) {
   RequestGeometry geometry = TinyGeometry();
   geometry.weights.format = WeightFormat::kTrellisMx;
   geometry.weights.codebook = RequestGeometry().weights.codebook;
   geometry.weights.bits = {.gate = 5, .up = 5, .down = 5};
   geometry.recipe = Recipe::kW4A8;
-  geometry.mx = {.limit = "inf", .smallm_max_tokens = 16};
-  EXPECT_THAT(GeometryFromAttributes(GeometryAttributes(geometry)),
-              ::kiln::testing::IsOkAndHolds(geometry));
+  geometry.mx = mx;
+  return geometry;
+}
+
+TEST(BundleAttributesTest, GeometryOfTrellisMxComesBackFromItsFields) {
+  for (const TrellisMx& mx :
+       {TrellisMx{.limit = "inf", .smallm_max_tokens = 16},
+        TrellisMx{.limit = "10", .direct_max_tokens = 8},
+        TrellisMx{.limit = "10",
+        .direct_max_tokens = 16,
+        .remainder = Remainder::kRp2}}) {
+    const RequestGeometry geometry = MxGeometry(mx);
+    EXPECT_THAT(GeometryFromAttributes(GeometryAttributes(geometry)),
+                ::kiln::testing::IsOkAndHolds(geometry));
+  }
 }
 
 TEST(BundleAttributesTest, GeometryOfQsrtComesBackFromItsFields) {
@@ -469,6 +481,8 @@ void ExpectEveryFieldIsNeeded(const RequestGeometry& geometry) {
 TEST(BundleAttributesTest, RefusesFieldsThatWereNotWritten) {
   ExpectEveryFieldIsNeeded(TinyGeometry());
   ExpectEveryFieldIsNeeded(LinearGeometry());
+  ExpectEveryFieldIsNeeded(MxGeometry(
+      {.limit = "10", .direct_max_tokens = 16, .remainder = Remainder::kRp2}));
 }
 
 }  // namespace

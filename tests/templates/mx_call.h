@@ -39,6 +39,34 @@ RequestGeometry GeometryOf(const Variant& v) {
   g.mx.limit =
       std::isinf(limit) ? "inf" : std::to_string(static_cast<int>(limit));
   g.mx.smallm_max_tokens = v.activation_bits == 16 ? 64 : 0;
+  if (v.activation_terms == 2) {
+    g.mx.direct_max_tokens = 64;
+    g.mx.remainder = Remainder::kRp2;
+  }
+  return g;
+}
+
+// The references of a variant's arm.
+template <typename Variant>
+ReferenceMode StagedOf(const Variant& v) {
+  if (v.activation_terms == 2) return ReferenceMode::kStagedW4A8Rp2;
+  return v.activation_bits == 8 ? ReferenceMode::kStagedW4A8
+                                : ReferenceMode::kStaged;
+}
+
+template <typename Variant>
+ReferenceMode SequentialOf(const Variant& v) {
+  if (v.activation_terms == 2) return ReferenceMode::kSequentialW4A8Rp2;
+  return v.activation_bits == 8 ? ReferenceMode::kSequentialW4A8
+                                : ReferenceMode::kSequential;
+}
+
+// A request whose few tokens have a remainder and whose many tokens, more than
+// `limit`, are those of `g`.
+inline RequestGeometry WithRemainder(RequestGeometry g, uint32_t limit) {
+  g.mx.smallm_max_tokens = 0;
+  g.mx.direct_max_tokens = limit;
+  g.mx.remainder = Remainder::kRp2;
   return g;
 }
 

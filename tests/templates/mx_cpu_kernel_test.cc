@@ -37,24 +37,31 @@ using testing::MxCall;
 using testing::MxCpuVariant;
 using testing::MxCpuVariants;
 using testing::RowError;
+using testing::SequentialOf;
+using testing::StagedOf;
+using testing::WithRemainder;
 using testing::WorstRow;
 
 // ---- running a plan --------------------------------------------------------
 
-// Launches the template's plan for `capacity` tokens on the variant, with an
-// arena of `poison`. Returns [m][H].
+// Launches the template's plan for m_min to `capacity` tokens on the variant,
+// with an arena of `poison`. Returns [m][H].
 std::vector<float> RunPlan(const MxCpuVariant& v, const MxCall& call,
-                           uint32_t capacity, uint8_t poison) {
+                           uint32_t capacity, uint8_t poison,
+                           uint32_t m_min = 1) {
   Problem problem;
   problem.geometry = call.problem.geometry;
-  problem.interval = {1, capacity};
+  problem.interval = {m_min, capacity};
   problem.device = AssumedProfile({.backend = Backend::kCpu, .level = 3});
-  const Assignment assignment = {
+  Assignment assignment = {
       {"activation_bits", v.activation_bits},
       {"tokens_tile", v.tokens_tile},
       {"channels_tile", v.channels_tile},
       {"row_group", v.row_group},
       {"threads", std::max(1, problem.device.multiprocessors)}};
+  if (v.activation_terms != 1) {
+    assignment["activation_terms"] = v.activation_terms;
+  }
   const absl::StatusOr<PlanBody> body =
       FusedMoeMxCpuTemplate()->MakeBody(problem, assignment);
   if (!body.ok()) {
@@ -66,19 +73,7 @@ std::vector<float> RunPlan(const MxCpuVariant& v, const MxCall& call,
       static_cast<uint32_t>(call.problem.tokens), v.hidden, poison);
 }
 
-class MxCpuKernelTest : public ::testing::TestWithParam<MxCpuVariant> {
- protected:
-  bool quantised() const { return GetParam().activation_bits == 8; }
-
-  ReferenceMode sequential() const {
-    return quantised() ? ReferenceMode::kSequentialW4A8
-                       : ReferenceMode::kSequential;
-  }
-
-  ReferenceMode staged() const {
-    return quantised() ? ReferenceMode::kStagedW4A8 : ReferenceMode::kStaged;
-  }
-};
+class MxCpuKernelTest : public ::testing::TestWithParam<MxCpuVariant> {};
 
 INSTANTIATE_TEST_SUITE_P(Variants, MxCpuKernelTest,
                          ::testing::ValuesIn(MxCpuVariants()),
@@ -90,7 +85,7 @@ TEST_P(MxCpuKernelTest, EqualsTheSequentialReferenceBitForBit) {
     SCOPED_TRACE("m=" + std::to_string(tokens));
     const MxCall call(GeometryOf(v), tokens, 77 + tokens);
     const std::vector<float> out = RunPlan(v, call, 24, 0xFF);
-    const std::vector<double> expected = call.Expected(sequential());
+    const std::vector<double> expected = call.Expected(SequentialOf(v));
     for (size_t i = 0; i < out.size(); ++i) {
       ASSERT_EQ(kd::FloatBits(out[i]),
                 kd::FloatBits(static_cast<float>(expected[i])))
@@ -103,18 +98,21 @@ TEST_P(MxCpuKernelTest, EqualsTheSequentialReferenceBitForBit) {
 }
 
 // The protocol's bounds: small-M against the reference without quantised
-// activations, grouped against the one with them.
+// activations, grouped against the one with them. With a remainder they come
+// near the former too.
 TEST_P(MxCpuKernelTest, KeepsTheCosineOfItsArm) {
   const MxCpuVariant& v = GetParam();
   const MxCall call(GeometryOf(v), 10, 5);
   const std::vector<float> out = RunPlan(v, call, 10, 0x7B);
-  const RowError own = WorstRow(out, call.Expected(staged()), v.hidden);
+  const bool quantised = v.activation_bits == 8;
+  const bool has_remainder = v.activation_terms == 2;
+  const RowError own = WorstRow(out, call.Expected(StagedOf(v)), v.hidden);
   EXPECT_LE(own.relative, 1e-3);
-  EXPECT_GE(own.cosine, quantised() ? 0.9998 : 0.99995);
+  EXPECT_GE(own.cosine, quantised ? 0.9999998 : 0.99995);
   const RowError exact =
       WorstRow(out, call.Expected(ReferenceMode::kFloat64), v.hidden);
-  EXPECT_LE(exact.relative, quantised() ? 8e-2 : 2e-3);
-  if (!quantised()) {
+  EXPECT_LE(exact.relative, has_remainder ? 4e-3 : quantised ? 8e-2 : 2e-3);
+  if (!quantised || has_remainder) {
     EXPECT_GE(exact.cosine, 0.99995);
   }
 }
@@ -129,6 +127,24 @@ TEST_P(MxCpuKernelTest, ReadsNothingThatTheLaunchDidNotWrite) {
         std::memcmp(first.data(), again.data(), first.size() * sizeof(float)),
         0);
   }
+}
+
+// A remainder that a request has for few tokens does not show beyond them.
+TEST(MxCpuKernelTest, BeyondTheLimitARemainderChangesNoBit) {
+  size_t ran = 0;
+  for (const MxCpuVariant& v : MxCpuVariants()) {
+    if (v.activation_bits != 8 || v.activation_terms != 1) continue;
+    ++ran;
+    const RequestGeometry g = GeometryOf(v);
+    const MxCall without(g, 19, 21);
+    const MxCall with(WithRemainder(g, 8), 19, 21);
+    const std::vector<float> expected = RunPlan(v, without, 24, 0xFF);
+    const std::vector<float> out = RunPlan(v, with, 24, 0xFF, 9);
+    EXPECT_EQ(
+        std::memcmp(expected.data(), out.data(), out.size() * sizeof(float)), 0)
+        << v.name;
+  }
+  EXPECT_GE(ran, 4u);
 }
 
 TEST_P(MxCpuKernelTest, NanInATokenStaysInItsRow) {
@@ -146,13 +162,14 @@ TEST_P(MxCpuKernelTest, NanInATokenStaysInItsRow) {
 
 // Variants that differ in axes and lanes alone are candidates of one request.
 TEST(MxCpuKernelTest, AllCandidatesOfAnArmGiveEqualBits) {
-  std::map<std::tuple<uint32_t, int, int64_t>, std::vector<float>> first;
+  std::map<std::tuple<uint32_t, int, int64_t, int64_t>, std::vector<float>>
+      first;
   size_t compared = 0;
   for (const MxCpuVariant& v : MxCpuVariants()) {
     const MxCall call(GeometryOf(v), 9, 8);
     const std::vector<float> out = RunPlan(v, call, 9, 0xFF);
-    const auto [it, inserted] =
-        first.try_emplace({v.hidden, v.bits, v.activation_bits}, out);
+    const auto [it, inserted] = first.try_emplace(
+        {v.hidden, v.bits, v.activation_bits, v.activation_terms}, out);
     if (inserted) continue;
     ++compared;
     EXPECT_EQ(
@@ -160,7 +177,7 @@ TEST(MxCpuKernelTest, AllCandidatesOfAnArmGiveEqualBits) {
         0)
         << v.name;
   }
-  EXPECT_GE(compared, 4u);
+  EXPECT_GE(compared, 6u);
 }
 
 // What `kiln prepare` writes is what the op reads: the kernel over a prepared
@@ -219,11 +236,7 @@ TEST(MxCpuKernelTest, RunsOnAPreparedLayer) {
         reinterpret_cast<const float*>(call.at(MxParam::kTopkWeights).data());
     const std::vector<int64_t> rows = {0, 1, 2, 3, 4, 5};
     std::vector<double> expected(out.size());
-    const bool quantised = v.activation_bits == 8;
-    NpkReferenceRows(
-        problem, rows,
-        quantised ? ReferenceMode::kSequentialW4A8 : ReferenceMode::kSequential,
-        expected.data());
+    NpkReferenceRows(problem, rows, SequentialOf(v), expected.data());
     for (size_t i = 0; i < out.size(); ++i) {
       ASSERT_EQ(kd::FloatBits(out[i]),
                 kd::FloatBits(static_cast<float>(expected[i])))

@@ -30,6 +30,7 @@ MxCpuVariant KILN_CPU_SYMBOL(Variant)() {
           .x_bf16 = KILN_X_BF16 != 0,
           .id_i64 = KILN_ID_I64 != 0,
           .activation_bits = KILN_ACTIVATION_BITS,
+          .activation_terms = KILN_ACTIVATION_TERMS,
           .tokens_tile = kRows,
           .channels_tile = kStrip,
           .row_group = kRowGroup,

@@ -25,7 +25,8 @@ struct MxCpuVariant {
   int bits;
   uint32_t limit_bits;
   bool x_bf16, id_i64;
-  int64_t activation_bits, tokens_tile, channels_tile, row_group;
+  int64_t activation_bits, activation_terms, tokens_tile, channels_tile,
+      row_group;
   std::map<std::string, MxCpuStep> steps;  // by entry
 };
 

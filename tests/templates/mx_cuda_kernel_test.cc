@@ -36,6 +36,8 @@ using testing::MxCudaVariant;
 using testing::MxCudaVariants;
 using testing::RowError;
 using testing::SplitMix64;
+using testing::StagedOf;
+using testing::WithRemainder;
 using testing::WorstRow;
 using testing::gpu::Order;
 
@@ -100,24 +102,28 @@ struct Slices {
   int64_t fc2 = 1;
 };
 
-// Launches the template's plan for `capacity` tokens on the variant, with an
-// arena of `poison`. Returns [m][H].
+// Launches the template's plan for m_min to `capacity` tokens on the variant,
+// with an arena of `poison`. Returns [m][H].
 std::vector<float> RunPlan(const MxCudaVariant& v, const MxCall& call,
                            uint32_t capacity, uint8_t poison,
-                           Slices slices = {}, Order order = Order::kForward) {
+                           Slices slices = {}, Order order = Order::kForward,
+                           uint32_t m_min = 1) {
   Problem problem;
   problem.geometry = call.problem.geometry;
-  problem.interval = {1, capacity};
+  problem.interval = {m_min, capacity};
   problem.device = AssumedProfile(
       {.backend = Backend::kCuda, .level = 90, .arch_specific = true});
-  const Assignment assignment = {{"activation_bits", v.activation_bits},
-                                 {"tokens_tile", v.tokens_tile},
-                                 {"channels_tile", v.channels_tile},
-                                 {"k_tile", v.k_tile},
-                                 {"warps", v.warps},
-                                 {"stages", v.stages},
-                                 {"split_fc1", slices.fc1},
-                                 {"split_fc2", slices.fc2}};
+  Assignment assignment = {{"activation_bits", v.activation_bits},
+                           {"tokens_tile", v.tokens_tile},
+                           {"channels_tile", v.channels_tile},
+                           {"k_tile", v.k_tile},
+                           {"warps", v.warps},
+                           {"stages", v.stages},
+                           {"split_fc1", slices.fc1},
+                           {"split_fc2", slices.fc2}};
+  if (v.activation_terms != 1) {
+    assignment["activation_terms"] = v.activation_terms;
+  }
   const absl::StatusOr<PlanBody> body =
       FusedMoeMxCudaTemplate()->MakeBody(problem, assignment);
   if (!body.ok()) {
@@ -130,14 +136,7 @@ std::vector<float> RunPlan(const MxCudaVariant& v, const MxCall& call,
       poison, order);
 }
 
-class MxCudaKernelTest : public ::testing::TestWithParam<MxCudaVariant> {
- protected:
-  bool quantised() const { return GetParam().activation_bits == 8; }
-
-  ReferenceMode staged() const {
-    return quantised() ? ReferenceMode::kStagedW4A8 : ReferenceMode::kStaged;
-  }
-};
+class MxCudaKernelTest : public ::testing::TestWithParam<MxCudaVariant> {};
 
 INSTANTIATE_TEST_SUITE_P(Variants, MxCudaKernelTest,
                          ::testing::ValuesIn(MxCudaVariants()),
@@ -149,7 +148,7 @@ TEST_P(MxCudaKernelTest, KeepsTheRoundingBoundariesOfItsArm) {
     SCOPED_TRACE("m=" + std::to_string(tokens));
     const MxCall call(GeometryOf(v), tokens, 77 + tokens);
     const std::vector<float> out = RunPlan(v, call, 24, 0xFF);
-    const RowError error = WorstRow(out, call.Expected(staged()), v.hidden);
+    const RowError error = WorstRow(out, call.Expected(StagedOf(v)), v.hidden);
     EXPECT_LE(error.relative, 1e-3);
     EXPECT_GE(error.cosine, 0.99995);
     EXPECT_TRUE(std::any_of(out.begin(), out.end(), [](float value) {
@@ -163,8 +162,47 @@ TEST_P(MxCudaKernelTest, SlicesOfTheProductsAreAdded) {
   const MxCall call(GeometryOf(v), 5, 11);
   const Slices slices = {.fc1 = 4, .fc2 = v.inter >= 256 ? 2 : 1};
   const std::vector<float> out = RunPlan(v, call, 5, 0x7B, slices);
-  const RowError error = WorstRow(out, call.Expected(staged()), v.hidden);
+  const RowError error = WorstRow(out, call.Expected(StagedOf(v)), v.hidden);
   EXPECT_LE(error.relative, 1e-3);
+}
+
+// What the remainder is for: with one term the same rows are 2e-2 to 8e-2 off.
+TEST(MxCudaKernelTest, ARemainderBringsTheResultNearTheUnquantisedOne) {
+  std::map<int64_t, size_t> ran;
+  for (const MxCudaVariant& v : MxCudaVariants()) {
+    if (v.activation_bits != 8) continue;
+    ++ran[v.activation_terms];
+    const MxCall call(GeometryOf(v), 5, 31);
+    const std::vector<float> out = RunPlan(v, call, 5, 0xFF);
+    const RowError error =
+        WorstRow(out, call.Expected(ReferenceMode::kFloat64), v.hidden);
+    if (v.activation_terms == 2) {
+      EXPECT_LE(error.relative, 4e-3) << v.name;
+    } else {
+      EXPECT_GE(error.relative, 2e-2) << v.name;
+    }
+  }
+  EXPECT_GE(ran[1], 4u);
+  EXPECT_GE(ran[2], 4u);
+}
+
+// A remainder that a request has for few tokens does not show beyond them.
+TEST(MxCudaKernelTest, BeyondTheLimitARemainderChangesNoBit) {
+  size_t ran = 0;
+  for (const MxCudaVariant& v : MxCudaVariants()) {
+    if (v.activation_bits != 8 || v.activation_terms != 1) continue;
+    ++ran;
+    const RequestGeometry g = GeometryOf(v);
+    const MxCall without(g, 9, 21);
+    const MxCall with(WithRemainder(g, 8), 9, 21);
+    const std::vector<float> expected = RunPlan(v, without, 12, 0xFF);
+    const std::vector<float> out =
+        RunPlan(v, with, 12, 0xFF, {}, Order::kForward, 9);
+    EXPECT_EQ(
+        std::memcmp(expected.data(), out.data(), out.size() * sizeof(float)), 0)
+        << v.name;
+  }
+  EXPECT_GE(ran, 4u);
 }
 
 TEST_P(MxCudaKernelTest, ReadsNothingThatTheLaunchDidNotWrite) {
@@ -234,13 +272,14 @@ TEST(MxCudaKernelTest, IdsAreTestedInTheirOwnWidth) {
 
 // Variants that differ in axes alone are candidates of one request.
 TEST(MxCudaKernelTest, AllCandidatesWithTheSameSlicesGiveEqualBits) {
-  std::map<std::tuple<uint32_t, int, int64_t>, std::vector<float>> first;
+  std::map<std::tuple<uint32_t, int, int64_t, int64_t>, std::vector<float>>
+      first;
   size_t compared = 0;
   for (const MxCudaVariant& v : MxCudaVariants()) {
     const MxCall call(GeometryOf(v), 9, 8);
     const std::vector<float> out = RunPlan(v, call, 9, 0xFF);
-    const auto [it, inserted] =
-        first.try_emplace({v.hidden, v.bits, v.activation_bits}, out);
+    const auto [it, inserted] = first.try_emplace(
+        {v.hidden, v.bits, v.activation_bits, v.activation_terms}, out);
     if (inserted) continue;
     ++compared;
     EXPECT_EQ(
@@ -248,7 +287,7 @@ TEST(MxCudaKernelTest, AllCandidatesWithTheSameSlicesGiveEqualBits) {
         0)
         << v.name;
   }
-  EXPECT_GE(compared, 4u);
+  EXPECT_GE(compared, 5u);
 }
 
 }  // namespace

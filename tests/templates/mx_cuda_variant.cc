@@ -56,6 +56,7 @@ MxCudaVariant KILN_JOIN(KILN_PREFIX, Variant)() {
       .x_bf16 = KILN_X_BF16 != 0,
       .id_i64 = KILN_ID_I64 != 0,
       .activation_bits = KILN_ACTIVATION_BITS,
+      .activation_terms = KILN_ACTIVATION_TERMS,
       .tokens_tile = KILN_TOKENS_TILE,
       .channels_tile = KILN_CHANNELS_TILE,
       .k_tile = KILN_K_TILE,

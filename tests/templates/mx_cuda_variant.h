@@ -19,7 +19,8 @@ struct MxCudaVariant {
   int bits;
   uint32_t limit_bits;
   bool x_bf16, id_i64;
-  int64_t activation_bits, tokens_tile, channels_tile, k_tile, warps, stages;
+  int64_t activation_bits, activation_terms, tokens_tile, channels_tile, k_tile,
+      warps, stages;
   std::map<std::string, gpu::Entry> entries;
 };
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "templates/fused_moe/op.h"
@@ -35,6 +36,15 @@ Problem ProblemFor(uint32_t m_min, uint32_t m_max) {
   problem.interval = {m_min, m_max};
   problem.device = AssumedProfile({.backend = Backend::kCpu, .level = 3});
   problem.device.multiprocessors = 4;
+  return problem;
+}
+
+// The same with the direct arm, up to 8 tokens too.
+Problem DirectFor(uint32_t m_min, uint32_t m_max,
+                  Remainder remainder = Remainder::kRp2) {
+  Problem problem = ProblemFor(m_min, m_max);
+  problem.geometry.mx = {
+      .limit = "10", .direct_max_tokens = 8, .remainder = remainder};
   return problem;
 }
 
@@ -109,6 +119,73 @@ TEST(FusedMoeMxCpuTemplateTest, AnIntervalOnBothSidesOfTheLimitHasNoCandidate) {
   EXPECT_THAT(space.rejects[0].reason,
               HasSubstr("interval 5..32 has tokens on both sides of "
                         "smallm_max_tokens, 8"));
+  const ParamSpace direct = SpaceOf(DirectFor(5, 32));
+  EXPECT_THAT(direct.points, IsEmpty());
+  ASSERT_EQ(direct.rejects.size(), 1u);
+  EXPECT_THAT(direct.rejects[0].reason,
+              HasSubstr("interval 5..32 has tokens on both sides of "
+                        "direct_max_tokens, 8"));
+}
+
+// Beyond the limit, and without a remainder up to it, candidates are those of a
+// request whose every token count has the grouped arm: the same points,
+// programs and launches.
+TEST(FusedMoeMxCpuTemplateTest, WithoutARemainderPlansAreThoseOfTheGroupedArm) {
+  for (const Problem& problem :
+       {DirectFor(9, 32), DirectFor(9, 32, Remainder::kNone),
+        DirectFor(1, 8, Remainder::kNone)}) {
+    Problem grouped = problem;
+    grouped.geometry.mx = {.limit = "10"};
+    const std::vector<Assignment> points = SpaceOf(problem).points;
+    ASSERT_EQ(points, SpaceOf(grouped).points);
+    const KernelTemplate& t = *FusedMoeMxCpuTemplate();
+    for (size_t i = 0; i < points.size(); i += 7) {
+      ASSERT_OK_AND_ASSIGN(const PlanBody body, t.MakeBody(problem, points[i]));
+      EXPECT_THAT(t.MakeBody(grouped, points[i]), IsOkAndHolds(body));
+      const std::vector<SourceUnit> units =
+          t.MakeUnits(problem.geometry, problem.device.target, points[i]);
+      const std::vector<SourceUnit> same =
+          t.MakeUnits(grouped.geometry, grouped.device.target, points[i]);
+      ASSERT_EQ(units.size(), same.size());
+      for (size_t u = 0; u < units.size(); ++u) {
+        EXPECT_EQ(units[u].text, same[u].text);
+      }
+    }
+  }
+}
+
+TEST(FusedMoeMxCpuTemplateTest, ARemainderIsTwoTermsUpToTheLimitAlone) {
+  for (const Interval interval : {Interval{1, 1}, Interval{5, 8}}) {
+    const Problem problem = DirectFor(interval.m_min, interval.m_max);
+    EXPECT_THAT(MxArmOf(problem.geometry, interval),
+                IsOkAndHolds(MxArm::kDirectRp2));
+    const ParamSpace space = SpaceOf(problem);
+    ASSERT_FALSE(space.points.empty());
+    for (const Assignment& point : space.points) {
+      ASSERT_EQ(point.at("activation_bits"), 8);
+      ASSERT_EQ(point.at("activation_terms"), 2);
+      ASSERT_OK_AND_ASSIGN(const PlanBody body,
+                           FusedMoeMxCpuTemplate()->MakeBody(problem, point));
+      ASSERT_TRUE(absl::StartsWith(body.numerics_class, "mx.w4a8rp2.fold32"));
+      ASSERT_EQ(body.tolerance, 4e-3);
+    }
+    for (const SourceUnit& unit : FusedMoeMxCpuTemplate()->MakeUnits(
+             problem.geometry, problem.device.target, space.points.front())) {
+      EXPECT_THAT(unit.text, HasSubstr("#define KILN_ACTIVATION_TERMS 2\n"));
+    }
+    Assignment one_term = space.points.front();
+    one_term.erase("activation_terms");
+    EXPECT_THAT(FusedMoeMxCpuTemplate()->MakeBody(problem, one_term),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("axis activation_terms has no value")));
+  }
+  const Problem beyond = DirectFor(9, 32);
+  Assignment two_terms = SpaceOf(beyond).points.front();
+  EXPECT_EQ(two_terms.count("activation_terms"), 0u);
+  two_terms["activation_terms"] = 2;
+  EXPECT_THAT(FusedMoeMxCpuTemplate()->MakeBody(beyond, two_terms),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("axes, expected")));
 }
 
 TEST(FusedMoeMxCpuTemplateTest, StepsCoverEveryRowChannelAndRoute) {
@@ -160,6 +237,33 @@ TEST(FusedMoeMxCpuTemplateTest,
         }
       }
       EXPECT_EQ(found, 2u);
+    }
+  }
+}
+
+TEST(FusedMoeMxCpuTemplateTest, BothTermsOfAnActivationHaveNumbersAndScales) {
+  const Problem one = DirectFor(1, 8, Remainder::kNone);
+  const Problem two = DirectFor(1, 8);
+  for (Assignment point : SpaceOf(one).points) {
+    ASSERT_OK_AND_ASSIGN(const PlanBody single,
+                         FusedMoeMxCpuTemplate()->MakeBody(one, point));
+    point["activation_terms"] = 2;
+    ASSERT_OK_AND_ASSIGN(const PlanBody both,
+                         FusedMoeMxCpuTemplate()->MakeBody(two, point));
+    ASSERT_EQ(both.arena.slices.size(), single.arena.slices.size());
+    size_t doubled = 0;
+    for (size_t i = 0; i < both.arena.slices.size(); ++i) {
+      const ArenaSlice& slice = both.arena.slices[i];
+      const bool is_operand =
+          slice.name[0] == 'x' || absl::StartsWith(slice.name, "mid_");
+      doubled += is_operand ? 1 : 0;
+      EXPECT_EQ(slice.bytes,
+                single.arena.slices[i].bytes * (is_operand ? 2 : 1))
+          << slice.name;
+    }
+    EXPECT_EQ(doubled, 4u);
+    for (size_t i = 0; i < both.steps.size(); ++i) {
+      EXPECT_EQ(both.steps[i].grid, single.steps[i].grid);
     }
   }
 }

@@ -22,6 +22,7 @@ using ::testing::ElementsAre;
 using testing::ExpectProgramsOfSteps;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using testing::IsOkAndHolds;
 using testing::SliceBytes;
 using testing::StatusIs;
 
@@ -39,6 +40,15 @@ Problem ProblemFor(uint32_t m_min, uint32_t m_max, int level = 90) {
   problem.interval = {m_min, m_max};
   problem.device = AssumedProfile(
       {.backend = Backend::kCuda, .level = level, .arch_specific = true});
+  return problem;
+}
+
+// The same with the direct arm, up to 8 tokens too.
+Problem DirectFor(uint32_t m_min, uint32_t m_max,
+                  Remainder remainder = Remainder::kRp2) {
+  Problem problem = ProblemFor(m_min, m_max);
+  problem.geometry.mx = {
+      .limit = "10", .direct_max_tokens = 8, .remainder = remainder};
   return problem;
 }
 
@@ -121,12 +131,124 @@ TEST(FusedMoeMxCudaTemplateTest,
   EXPECT_THAT(space.rejects[0].reason,
               HasSubstr("interval 5..32 has tokens on both sides of "
                         "smallm_max_tokens, 8"));
+  const ParamSpace direct = SpaceOf(DirectFor(5, 32));
+  EXPECT_THAT(direct.points, IsEmpty());
+  ASSERT_EQ(direct.rejects.size(), 1u);
+  EXPECT_THAT(direct.rejects[0].reason,
+              HasSubstr("interval 5..32 has tokens on both sides of "
+                        "direct_max_tokens, 8"));
+}
+
+// Beyond the limit, and without a remainder up to it, candidates are those of a
+// request whose every token count has the grouped arm: the same points,
+// programs and launches.
+TEST(FusedMoeMxCudaTemplateTest,
+     WithoutARemainderPlansAreThoseOfTheGroupedArm) {
+  for (const Problem& problem :
+       {DirectFor(9, 32), DirectFor(9, 32, Remainder::kNone),
+        DirectFor(1, 8, Remainder::kNone)}) {
+    Problem grouped = problem;
+    grouped.geometry.mx = {.limit = "10"};
+    const std::vector<Assignment> points = SpaceOf(problem).points;
+    ASSERT_EQ(points, SpaceOf(grouped).points);
+    const KernelTemplate& t = *FusedMoeMxCudaTemplate();
+    for (size_t i = 0; i < points.size(); i += 7) {
+      ASSERT_OK_AND_ASSIGN(const PlanBody body, t.MakeBody(problem, points[i]));
+      EXPECT_THAT(t.MakeBody(grouped, points[i]), IsOkAndHolds(body));
+      const std::vector<SourceUnit> units =
+          t.MakeUnits(problem.geometry, problem.device.target, points[i]);
+      const std::vector<SourceUnit> same =
+          t.MakeUnits(grouped.geometry, grouped.device.target, points[i]);
+      ASSERT_EQ(units.size(), same.size());
+      for (size_t u = 0; u < units.size(); ++u) {
+        EXPECT_EQ(units[u].text, same[u].text);
+      }
+    }
+  }
+}
+
+TEST(FusedMoeMxCudaTemplateTest, ARemainderIsTwoTermsUpToTheLimitAlone) {
+  for (const Interval interval : {Interval{1, 1}, Interval{5, 8}}) {
+    const Problem problem = DirectFor(interval.m_min, interval.m_max);
+    EXPECT_THAT(MxArmOf(problem.geometry, interval),
+                IsOkAndHolds(MxArm::kDirectRp2));
+    const ParamSpace space = SpaceOf(problem);
+    ASSERT_FALSE(space.points.empty());
+    for (const Assignment& point : space.points) {
+      ASSERT_EQ(point.at("activation_bits"), 8);
+      ASSERT_EQ(point.at("activation_terms"), 2);
+      ASSERT_OK_AND_ASSIGN(const PlanBody body,
+                           FusedMoeMxCudaTemplate()->MakeBody(problem, point));
+      ASSERT_TRUE(absl::StartsWith(body.numerics_class, "mx.w4a8rp2.fold32"));
+      ASSERT_EQ(body.tolerance, 4e-3);
+    }
+    for (const SourceUnit& unit : FusedMoeMxCudaTemplate()->MakeUnits(
+             problem.geometry, problem.device.target, space.points.front())) {
+      EXPECT_THAT(unit.text, HasSubstr("#define KILN_ACTIVATION_TERMS 2\n"));
+    }
+    Assignment one_term = space.points.front();
+    one_term.erase("activation_terms");
+    EXPECT_THAT(FusedMoeMxCudaTemplate()->MakeBody(problem, one_term),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("axis activation_terms has no value")));
+  }
+  const Problem beyond = DirectFor(9, 32);
+  Assignment two_terms = SpaceOf(beyond).points.front();
+  EXPECT_EQ(two_terms.count("activation_terms"), 0u);
+  two_terms["activation_terms"] = 2;
+  EXPECT_THAT(FusedMoeMxCudaTemplate()->MakeBody(beyond, two_terms),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("axes, expected")));
 }
 
 TEST(FusedMoeMxCudaTemplateTest, TheNumericsClassIsTheOrderOfSums) {
-  const Problem problem = ProblemFor(9, 32);
-  testing::ExpectClassesAreSplits(*FusedMoeMxCudaTemplate(), problem,
-                                  SpaceOf(problem).points);
+  for (const Problem& problem : {ProblemFor(9, 32), DirectFor(1, 8)}) {
+    testing::ExpectClassesAreSplits(*FusedMoeMxCudaTemplate(), problem,
+                                    SpaceOf(problem).points);
+  }
+}
+
+// A tile of T columns has T / 2 rows of two terms.
+TEST(FusedMoeMxCudaTemplateTest, TilesOfTwoTermsHaveHalfTheRows) {
+  for (const Interval interval : {Interval{1, 1}, Interval{2, 8}}) {
+    const Problem problem = DirectFor(interval.m_min, interval.m_max);
+    const uint64_t routes = interval.m_max * 4;
+    const std::vector<Assignment> points = SpaceOf(problem).points;
+    std::set<int64_t> tiles_seen;
+    for (const Assignment& point : points) {
+      const PlanBody body = BodyOf(problem, point);
+      SCOPED_TRACE(body.Label());
+      const auto channels = static_cast<uint64_t>(point.at("channels_tile"));
+      const int64_t columns = point.at("tokens_tile");
+      const auto rows = static_cast<uint32_t>(columns / 2);
+      tiles_seen.insert(columns);
+      for (uint32_t m = interval.m_min; m <= interval.m_max; ++m) {
+        const uint64_t tiles = FusedMoeTilesMax(problem.geometry, rows, m);
+        ASSERT_GE(body.steps[1].grid[0].Evaluate(m) * channels,
+                  tiles * 2 * 384);
+        ASSERT_GE(body.steps[3].grid[0].Evaluate(m) * channels, tiles * 1024);
+      }
+      EXPECT_EQ(body.steps[0].args.back(), Arg::U32(rows));
+      EXPECT_EQ(SliceBytes(body, "tiles"),
+                16 * FusedMoeTilesMax(problem.geometry, rows, interval.m_max));
+      EXPECT_EQ(SliceBytes(body, "x_values"), 2 * 2 * 1024 * interval.m_max);
+      EXPECT_EQ(SliceBytes(body, "x_scales"), 2 * 4 * 32 * interval.m_max);
+      EXPECT_EQ(SliceBytes(body, "mid_values"), 2 * 2 * 384 * routes);
+      EXPECT_EQ(SliceBytes(body, "mid_scales"), 2 * 4 * 12 * routes);
+      // Results are those of rows, whatever their terms.
+      const auto s2 = static_cast<uint64_t>(point.at("split_fc2"));
+      EXPECT_EQ(SliceBytes(body, "fc2"),
+                s2 == 1 ? 2 * 1024 * routes : 4 * 1024 * s2 * routes);
+      const int64_t k_tile = point.at("k_tile");
+      EXPECT_EQ(body.steps[1].dynamic_shared_bytes,
+                point.at("stages") *
+                    (k_tile * point.at("channels_tile") * 3 / 8 +
+                     point.at("channels_tile") * 4 +
+                     columns * ((k_tile + 8) * 2 + k_tile / 32 * 4)));
+    }
+    // All of them race.
+    EXPECT_EQ(tiles_seen, (std::set<int64_t>{8, 16, 32, 48, 64, 96, 128}));
+  }
 }
 
 TEST(FusedMoeMxCudaTemplateTest, StepsCoverEveryRowChannelAndRoute) {

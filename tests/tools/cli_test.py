@@ -873,6 +873,14 @@ class MissingThingsTest(CliTest):
              "smallm_max_tokens": 4, "capacities": [4, 9]},
             "fused_moe.mx_cuda", (16, 8))
 
+    @need_nvrtc
+    def test_the_direct_arm_compiles_for_gpu_targets(self):
+        self.expect_compiled(
+            {**REQUEST, "name": "mx-direct", "hidden": 512, "recipe": "w4a8",
+             "weights": {"format": "trellis_mx", "bits": 3, "limit": "10"},
+             "direct_max_tokens": 4, "remainder": "rp2", "capacities": [4, 9]},
+            "fused_moe.mx_cuda", (8, 8))
+
     # Two candidates are one of each way to decode.
     @need_nvrtc
     def test_qsrt_compiles_both_arms_for_gpu_targets(self):

@@ -18,6 +18,8 @@ REQUEST = {
     "io_dtype": "bf16", "id_dtype": "i32",
     "weights": {"format": "trellis_mx", "bits": 3, "limit": "10"},
     "recipe": "w4a8", "smallm_max_tokens": 4, "capacities": [1, 4, 8]}
+# The direct arm instead of the small-M one.
+DIRECT = {"smallm_max_tokens": 0, "direct_max_tokens": 4, "remainder": "rp2"}
 LIMITS = ["--target", "cpu", "--max-candidates", "1"]
 
 
@@ -43,7 +45,8 @@ class MxServeTest(unittest.TestCase):
         cls.scratch.cleanup()
 
     def arms(self, **changes):
-        """Activation bits of the candidates, by interval."""
+        """Activation bits of the candidates, by interval; where there is a
+        remainder, with the number of terms."""
         done = kiln("plan", manifest(self.folder, **changes), *LIMITS)
         self.assertEqual(done.returncode, 0, done.stderr)
         found = {}
@@ -51,9 +54,13 @@ class MxServeTest(unittest.TestCase):
             interval = re.search(r" m (\d+\.\.\d+)$", line)
             if interval:
                 found[interval[1]] = set()
-            point = re.match(r"  fused_moe\.mx_cpu\{activation_bits=(\d+)", line)
+            point = re.match(
+                r"  fused_moe\.mx_cpu\{activation_bits=(\d+)"
+                r"(?:,activation_terms=(\d+))?", line)
             if point:
-                list(found.values())[-1].add(int(point[1]))
+                arm = int(point[1])
+                list(found.values())[-1].add(
+                    (arm, int(point[2])) if point[2] else arm)
         return found
 
     def run_bundle(self, bundle, tokens):
@@ -66,6 +73,12 @@ class MxServeTest(unittest.TestCase):
 
     def test_limit_zero_sends_one_token_to_the_grouped_arm(self):
         self.assertEqual(self.arms(smallm_max_tokens=0),
+                         {"1..1": {8}, "2..4": {8}, "5..8": {8}})
+
+    def test_up_to_its_limit_the_direct_arm_has_the_remainder(self):
+        self.assertEqual(self.arms(**DIRECT),
+                         {"1..1": {(8, 2)}, "2..4": {(8, 2)}, "5..8": {8}})
+        self.assertEqual(self.arms(**{**DIRECT, "remainder": "none"}),
                          {"1..1": {8}, "2..4": {8}, "5..8": {8}})
 
     def test_every_count_passes_the_oracle_of_its_arm(self):
@@ -118,6 +131,74 @@ class MxServeTest(unittest.TestCase):
         self.assertEqual(freeze.returncode, 3, freeze.stdout)
         self.assertIn("no plan for moe m 5..16", freeze.stderr)
         self.assertFalse((self.folder / "none.kiln").exists())
+
+
+class DirectServeTest(unittest.TestCase):
+    """A bundle of the direct arm with its remainder and the grouped arm."""
+
+    @classmethod
+    def setUpClass(cls):
+        if not os.access(small_bundle.BIN / "kiln-cc-cpu", os.X_OK):
+            raise unittest.SkipTest("this build has no kiln-cc-cpu")
+        cls.scratch = tempfile.TemporaryDirectory()
+        cls.folder = pathlib.Path(cls.scratch.name)
+        cls.bundle = small_bundle.make(cls.folder, "direct",
+                                       {**REQUEST, **DIRECT})
+        cls.cache = cls.folder / "direct.cache"
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.scratch.cleanup()
+
+    def run_bundle(self, tokens):
+        return kiln("run", self.bundle, "--entry", "moe", "--tokens", tokens,
+                    "--check", "--allow-unqualified")
+
+    def test_every_count_passes_the_oracle_of_its_arm(self):
+        for tokens in (1, 3, 4, 5, 8):
+            done = self.run_bundle(tokens)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn("PASS", done.stdout)
+
+    def test_a_count_beyond_the_capacities_is_refused(self):
+        done = self.run_bundle(9)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("KILN_STATUS_TOKENS_OUT_OF_RANGE", done.stderr)
+
+    def test_every_plan_repeats_its_digest(self):
+        done = kiln("verify", self.bundle, "--selftest", "--allow-unqualified")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(done.stdout.count("passed"), 3)
+
+    def test_the_verbs_name_the_arm(self):
+        path = manifest(self.folder, **DIRECT)
+        done = kiln("plan", path, *LIMITS)
+        self.assertIn("interval is that of the direct rp2 arm", done.stdout)
+        self.assertIn("mx.w4a8rp2.fold32", done.stdout)
+        done = kiln("inspect", self.bundle)
+        self.assertIn("trellis_mx K3 silu limit 10 w4a8 direct 4 rp2",
+                      done.stdout)
+        self.assertEqual(done.stdout.count("activation_terms=2"), 2)
+        done = kiln("bench", self.bundle, "--allow-unqualified")
+        self.assertEqual(done.stdout.count("activation_terms=2"), 2)
+        done = kiln("--cache", self.cache, "explain", path, *LIMITS,
+                    "--entry", "moe", "--tokens", "4")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("activation_terms=2", done.stdout)
+
+    def test_another_remainder_is_another_plan(self):
+        done = kiln("--cache", self.cache, "freeze",
+                    manifest(self.folder, **{**DIRECT, "remainder": "none"}),
+                    *LIMITS, "-o", self.folder / "other.kiln",
+                    "--allow-unqualified")
+        self.assertEqual(done.returncode, 3, done.stdout)
+        self.assertIn("no plan for moe m 1..1", done.stderr)
+
+    def test_two_arms_for_the_same_counts_are_refused(self):
+        done = kiln("plan", manifest(self.folder, direct_max_tokens=4), *LIMITS)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn('"smallm_max_tokens" is 4, must be 0 or missing where '
+                      '"direct_max_tokens" is 4', done.stderr)
 
 
 if __name__ == "__main__":

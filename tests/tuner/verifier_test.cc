@@ -140,6 +140,10 @@ TEST(PromiseTest, IsWhatTheNumericsClassSays) {
     EXPECT_EQ(quantised.mode, ReferenceMode::kSequentialW4A8) << name;
     EXPECT_EQ(quantised.row_error_max, 0) << name;
   }
+  const Promise direct = PromiseOf("mx.w4a8rp2.fold32", 4e-3);
+  EXPECT_EQ(direct.oracle, ReferenceMode::kFloat64);
+  EXPECT_EQ(direct.mode, ReferenceMode::kSequentialW4A8Rp2);
+  EXPECT_EQ(direct.row_error_max, 0);
   // The order of sums of a tensor core is its own: bounds, not bits.
   const Promise smallm_mma = PromiseOf("mx.w4a16.fold32.mma.fc1x4.fc2x1", 2e-3);
   EXPECT_EQ(smallm_mma.oracle, ReferenceMode::kFloat64);
@@ -149,6 +153,11 @@ TEST(PromiseTest, IsWhatTheNumericsClassSays) {
   EXPECT_EQ(grouped_mma.oracle, ReferenceMode::kStagedW4A8);
   EXPECT_EQ(grouped_mma.mode, ReferenceMode::kStagedW4A8);
   EXPECT_EQ(grouped_mma.row_error_max, 1e-2);
+  const Promise direct_mma =
+      PromiseOf("mx.w4a8rp2.fold32.mma.fc1x2.fc2x1", 4e-3);
+  EXPECT_EQ(direct_mma.oracle, ReferenceMode::kFloat64);
+  EXPECT_EQ(direct_mma.mode, ReferenceMode::kStagedW4A8Rp2);
+  EXPECT_EQ(direct_mma.row_error_max, 4e-3);
   const Promise w4a16 = PromiseOf("qsrt.w4a16.mma.fc1x2.fc2x1", 2e-3);
   EXPECT_EQ(w4a16.oracle, ReferenceMode::kFloat64);
   EXPECT_EQ(w4a16.mode, ReferenceMode::kStaged);

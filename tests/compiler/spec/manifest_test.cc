@@ -556,6 +556,73 @@ TEST(ParseTrellisMxTest, ADefaultLimitInsideAnIntervalIsRefusedThere) {
                   "it")));
 }
 
+// The same request with other lines for the small-M limit.
+absl::StatusOr<Manifest> WithArms(const std::string& lines,
+                                  const std::string& capacities) {
+  return ParseManifest(
+      absl::StrReplaceAll(kMx, {{"   \"smallm_max_tokens\": 4,\n", lines},
+                                {"[1, 4, 32]", capacities}}),
+      "m.json");
+}
+
+TEST(ParseTrellisMxTest, TheDirectArmHasALimitAndARemainder) {
+  const struct {
+    const char* lines;
+    const char* capacities;
+    TrellisMx mx;
+  } cases[] = {
+      {"\"direct_max_tokens\": 4, \"remainder\": \"rp2\",",
+       "[1, 4, 32]",
+       {.limit = "10", .direct_max_tokens = 4, .remainder = Remainder::kRp2}},
+      // A remainder alone chooses the arm, up to its most.
+      {"\"remainder\": \"rp2\",",
+       "[1, 16, 32]",
+       {.limit = "10", .direct_max_tokens = 16, .remainder = Remainder::kRp2}},
+      {"\"remainder\": \"rp2\", \"smallm_max_tokens\": 0,",
+       "[1, 8]",
+       {.limit = "10", .direct_max_tokens = 16, .remainder = Remainder::kRp2}},
+      {"\"direct_max_tokens\": 16,",
+       "[16]",
+       {.limit = "10", .direct_max_tokens = 16}},
+      {"\"direct_max_tokens\": 1, \"remainder\": \"none\",",
+       "[1, 32]",
+       {.limit = "10", .direct_max_tokens = 1}},
+      // No such arm: the small-M arm's default stays.
+      {"\"direct_max_tokens\": 0, \"remainder\": \"none\",",
+       "[1, 16]",
+       {.limit = "10", .smallm_max_tokens = 16}},
+  };
+
+  for (const auto& c : cases) {
+    SCOPED_TRACE(c.lines);
+    ASSERT_OK_AND_ASSIGN(const Manifest manifest,
+                         WithArms(c.lines, c.capacities));
+    EXPECT_EQ(manifest.requests[0].geometry.mx, c.mx);
+    const std::string text = ManifestToJson(manifest);
+    ASSERT_OK_AND_ASSIGN(const Manifest again, ParseManifest(text, "again"));
+    EXPECT_EQ(again.requests[0].geometry, manifest.requests[0].geometry);
+    EXPECT_EQ(ManifestToJson(again), text);
+  }
+}
+
+TEST(ParseTrellisMxTest, CanonicalTextOfTheDirectArmIsGolden) {
+  ASSERT_OK_AND_ASSIGN(
+      const Manifest manifest,
+      WithArms("\"direct_max_tokens\": 4, \"remainder\": \"rp2\",",
+               "[1, 4, 32]"));
+  ExpectGolden(ManifestToJson(manifest), "manifest.v1/trellis-mx-direct.json");
+}
+
+TEST(ParseTrellisMxTest, ADefaultLimitOfTheDirectArmInsideAnIntervalIsRefused) {
+  EXPECT_THAT(
+      WithArms("\"remainder\": \"rp2\",\n", "[1, 8, 32]"),
+      StatusIs(absl::StatusCode::kInvalidArgument,
+               Eq("m.json:19:18: \"direct_max_tokens\" is 16, its default; it "
+                  "must be one of \"capacities\", 0 (never), or at least the "
+                  "largest, so that no interval has tokens on both sides of "
+                  "it")));
+}
+
 std::vector<BadInput> BadMxInputs() {
   const std::string decimal =
       ", must be \"inf\" or a decimal of at least 0.015625, without exponent "
@@ -567,8 +634,8 @@ std::vector<BadInput> BadMxInputs() {
       {"UnknownKey", "\"top_k\"", "\"smallm\": 4, \"top_k\"",
        "m.json:11:4: unknown key \"smallm\" in request; known: name, op, "
        "layers, hidden, intermediate, experts, top_k, activation, io_dtype, "
-       "id_dtype, weights, recipe, smallm_max_tokens, capacities, "
-       "deterministic"},
+       "id_dtype, weights, recipe, smallm_max_tokens, direct_max_tokens, "
+       "remainder, capacities, deterministic"},
       {"OneBit", "\"bits\": 4", "\"bits\": 1",
        "m.json:16:14: \"bits\" is 1, must be within 2..5"},
       {"SixBits", "\"bits\": 4", "\"bits\": 6",
@@ -607,6 +674,35 @@ std::vector<BadInput> BadMxInputs() {
        "\"capacities\", 0 (never), or at least the largest, so that no "
        "interval "
        "has tokens on both sides of it"},
+      {"NegativeDirect", "smallm_max_tokens\": 4", "direct_max_tokens\": -1",
+       "m.json:18:25: \"direct_max_tokens\" is -1, must be within 0..16"},
+      {"SeventeenDirect", "smallm_max_tokens\": 4", "direct_max_tokens\": 17",
+       "m.json:18:25: \"direct_max_tokens\" is 17, must be within 0..16"},
+      {"DirectAsText", "smallm_max_tokens\": 4", "direct_max_tokens\": \"4\"",
+       "m.json:18:25: \"direct_max_tokens\" must be an integer, found \"4\""},
+      {"DirectInsideAnInterval", "smallm_max_tokens\": 4",
+       "direct_max_tokens\": 8",
+       "m.json:18:25: \"direct_max_tokens\" is 8, must be one of "
+       "\"capacities\", 0 (never), or at least the largest, so that no "
+       "interval has tokens on both sides of it"},
+      {"BothLimits", "\"smallm_max_tokens\": 4",
+       "\"direct_max_tokens\": 4, \"smallm_max_tokens\": 1",
+       "m.json:18:49: \"smallm_max_tokens\" is 1, must be 0 or missing where "
+       "\"direct_max_tokens\" is 4: one arm answers the smallest token counts"},
+      {"BothLimitsByTheRemainder", "\"smallm_max_tokens\": 4",
+       "\"remainder\": \"rp2\", \"direct_max_tokens\": 1, "
+       "\"smallm_max_tokens\": 4",
+       "m.json:18:69: \"smallm_max_tokens\" is 4, must be 0 or missing where "
+       "\"direct_max_tokens\" is 1: one arm answers the smallest token counts"},
+      {"RemainderWithoutTheArm", "\"smallm_max_tokens\": 4",
+       "\"direct_max_tokens\": 0, \"remainder\": \"rp2\"",
+       "m.json:18:41: \"remainder\" is \"rp2\", must be \"none\" or missing "
+       "where \"direct_max_tokens\" is 0: no other arm has one"},
+      {"UnknownRemainder", "\"smallm_max_tokens\": 4", "\"remainder\": \"rp3\"",
+       "m.json:18:17: \"remainder\" is \"rp3\", must be one of \"none\", "
+       "\"rp2\""},
+      {"RemainderAsNumber", "\"smallm_max_tokens\": 4", "\"remainder\": 2",
+       "m.json:18:17: \"remainder\" must be a string, found 2"},
   };
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_replace.h"
 #include "compiler/spec/plan.h"
 #include "tests/compiler/spec/sample_plan.h"
 #include "tests/support/golden.h"
@@ -18,11 +19,13 @@ namespace {
 using ::kiln::testing::ExpectGolden;
 using ::kiln::testing::IsOkAndHolds;
 using ::kiln::testing::SampleLinear;
+using ::kiln::testing::SampleMxDirectGeometry;
 using ::kiln::testing::SampleMxGeometry;
 using ::kiln::testing::SamplePlan;
 using ::kiln::testing::SampleQsrtGeometry;
 using ::kiln::testing::StatusIs;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using Json = nlohmann::json;
 
 TEST(PlanJsonTest, RoundTripsEveryField) {
@@ -47,6 +50,25 @@ TEST(PlanJsonTest, RoundTripsEveryFieldOfTrellisMx) {
   Plan plan = SamplePlan();
   plan.geometry = SampleMxGeometry();
   EXPECT_THAT(PlanFromJson(PlanToJson(plan)), IsOkAndHolds(plan));
+  plan.geometry = SampleMxDirectGeometry();
+  EXPECT_THAT(PlanFromJson(PlanToJson(plan)), IsOkAndHolds(plan));
+  plan.geometry.mx.remainder = Remainder::kNone;
+  EXPECT_THAT(PlanFromJson(PlanToJson(plan)), IsOkAndHolds(plan));
+}
+
+TEST(PlanJsonTest, OnlyThePlanOfADirectArmNamesIt) {
+  Plan plan = SamplePlan();
+  plan.geometry = SampleMxGeometry();
+  EXPECT_THAT(PlanToJson(plan), Not(HasSubstr("direct")));
+  EXPECT_THAT(PlanToJson(plan), Not(HasSubstr("remainder")));
+  plan.geometry = SampleMxDirectGeometry();
+  std::string text = PlanToJson(plan);
+  EXPECT_THAT(text, HasSubstr("\"direct_max_tokens\":8"));
+  EXPECT_THAT(text, HasSubstr("\"remainder\":\"rp2\""));
+  EXPECT_THAT(PlanFromJson(absl::StrReplaceAll(
+                  text, {{"\"remainder\":\"rp2\"", "\"remainder\":\"rp3\""}})),
+              StatusIs(absl::StatusCode::kDataLoss,
+                       HasSubstr("remainder is unknown: \"rp3\"")));
 }
 
 TEST(PlanJsonTest, RoundTripsEveryFieldOfQsrt) {

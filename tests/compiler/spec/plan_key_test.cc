@@ -18,6 +18,7 @@ namespace {
 
 using ::kiln::testing::DifferingPaths;
 using ::kiln::testing::SampleGeometry;
+using ::kiln::testing::SampleMxDirectGeometry;
 using ::kiln::testing::SampleMxGeometry;
 using ::kiln::testing::SamplePlan;
 using ::kiln::testing::SampleQsrtGeometry;
@@ -145,6 +146,29 @@ TEST(PlanKeyTest, FieldsOfTrellisMxMoveTheDigestAndAreNamedAlone) {
       {"request/limit", [](RequestGeometry* g) { g->mx.limit = "10"; }},
       {"request/smallm_max_tokens",
        [](RequestGeometry* g) { g->mx.smallm_max_tokens = 0; }},
+  };
+
+  for (const auto& change : changes) {
+    Inputs inputs = base;
+    change.apply(&inputs.geometry);
+    EXPECT_NE(inputs.Key().digest, base.Key().digest) << change.path;
+    EXPECT_EQ(DifferingPaths(base.Key().preimage, inputs.Key().preimage),
+              std::vector<std::string>{change.path});
+  }
+}
+
+TEST(PlanKeyTest, FieldsOfTheDirectArmMoveTheDigestAndAreNamedAlone) {
+  Inputs base;
+  base.geometry = SampleMxDirectGeometry();
+
+  const struct {
+    const char* path;
+    std::function<void(RequestGeometry*)> apply;
+  } changes[] = {
+      {"request/direct_max_tokens",
+       [](RequestGeometry* g) { g->mx.direct_max_tokens = 16; }},
+      {"request/remainder",
+       [](RequestGeometry* g) { g->mx.remainder = Remainder::kNone; }},
   };
 
   for (const auto& change : changes) {

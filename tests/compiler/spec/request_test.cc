@@ -13,6 +13,7 @@ namespace kiln {
 namespace {
 
 using ::kiln::testing::SampleGeometry;
+using ::kiln::testing::SampleMxDirectGeometry;
 using ::kiln::testing::SampleMxGeometry;
 using ::kiln::testing::SampleQsrtGeometry;
 using ::testing::ElementsAre;
@@ -50,6 +51,14 @@ TEST(RequestGeometryTest, PrintsTrellisMx) {
   EXPECT_EQ(geometry.ToString(),
             "fused_moe H2048 I768 E128 k8 trellis_mx K3 silu limit 7.5 w4a8 "
             "small-m 8 bf16 i32");
+  geometry = SampleMxDirectGeometry();
+  EXPECT_EQ(geometry.ToString(),
+            "fused_moe H2048 I768 E128 k8 trellis_mx K3 silu limit 7.5 w4a8 "
+            "direct 8 rp2 bf16 i32");
+  geometry.mx.remainder = Remainder::kNone;
+  EXPECT_EQ(geometry.ToString(),
+            "fused_moe H2048 I768 E128 k8 trellis_mx K3 silu limit 7.5 w4a8 "
+            "direct 8 bf16 i32");
 }
 
 TEST(RequestGeometryTest, PrintsQsrt) {
@@ -129,6 +138,19 @@ TEST(RequestGeometryTest, AKeyOfTrellisMxHasItsOwnFieldsOfWeights) {
                   "request/io_dtype=bf16", "request/id_dtype=i32",
                   "request/format=trellis_mx", "request/bits=3",
                   "request/limit=7.5", "request/smallm_max_tokens=8",
+                  "request/recipe=w4a8", "request/deterministic=false"));
+}
+
+TEST(RequestGeometryTest, TheDirectArmAddsItsFieldsToTheKeyOfTrellisMx) {
+  EXPECT_THAT(
+      Encoded(SampleMxDirectGeometry()),
+      ElementsAre("request/op=fused_moe", "request/hidden=2048",
+                  "request/intermediate=768", "request/experts=128",
+                  "request/top_k=8", "request/activation=silu",
+                  "request/io_dtype=bf16", "request/id_dtype=i32",
+                  "request/format=trellis_mx", "request/bits=3",
+                  "request/limit=7.5", "request/smallm_max_tokens=0",
+                  "request/direct_max_tokens=8", "request/remainder=rp2",
                   "request/recipe=w4a8", "request/deterministic=false"));
 }
 

@@ -40,6 +40,14 @@ inline RequestGeometry SampleMxGeometry() {
   return geometry;
 }
 
+// The same with the direct arm instead of the small-M arm.
+inline RequestGeometry SampleMxDirectGeometry() {
+  RequestGeometry geometry = SampleMxGeometry();
+  geometry.mx = {
+      .limit = "7.5", .direct_max_tokens = 8, .remainder = Remainder::kRp2};
+  return geometry;
+}
+
 // The same over QSRT weights.
 inline RequestGeometry SampleQsrtGeometry() {
   RequestGeometry geometry;

@@ -174,6 +174,24 @@ TEST(NpkReferenceTest, StagesCostWhatThreeBitsOfActivationsCost) {
   }
 }
 
+// A second term takes back what the first rounded away, but for its own three
+// bits.
+TEST(NpkReferenceTest, ARemainderLeavesAFractionOfThatError) {
+  for (const NpkBoundary boundary :
+       {NpkBoundary::kCoupled, NpkBoundary::kIdentity}) {
+    const Layer layer(boundary, 4);
+    const auto exact = layer.Run(ReferenceMode::kFloat64);
+    const double one_term =
+        RelativeError(layer.Run(ReferenceMode::kStagedW4A8), exact);
+    for (const ReferenceMode mode :
+         {ReferenceMode::kStagedW4A8Rp2, ReferenceMode::kSequentialW4A8Rp2}) {
+      const double error = RelativeError(layer.Run(mode), exact);
+      EXPECT_GT(error, 5e-4);
+      EXPECT_LT(error, one_term / 15);
+    }
+  }
+}
+
 TEST(NpkReferenceTest, TheLimitClamps) {
   const Layer ten(NpkBoundary::kCoupled, 3, "10");
   const Layer none(NpkBoundary::kCoupled, 3, "inf");
