@@ -103,7 +103,8 @@ using RouteId = int;
 #endif
 
 // Rounds to an operand [rows][kTerms][kDepth] and stores. A warp holds 128
-// neighbours of row `row`, from `channel` on, lane l those from 4l on.
+// neighbours of row `row`, from `channel` on, lane l those from 4l on. What a
+// term leaves is exact: its product is, and so is a difference of near numbers.
 template <u32 kDepth>
 __device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 row,
                                              u32 channel, u32 lane, u16* values,
@@ -119,7 +120,6 @@ __device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 row,
       const float scale = kd::RoundToMxfp8(rounded);
       kd::Store4(values + at, rounded);
       if (lane % 8 == 0) scales[at / kd::kMxBlock] = scale;
-        // Exact: the product is, and so is what two near numbers leave.
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) {
         rest[i] = kd::Fma(-rounded[i], scale, rest[i]);
@@ -311,8 +311,8 @@ using OperandTile = kd::OperandTile<kThreads, kTokens, kDepthTile>;
 constexpr u32 kRowHalves = OperandTile::kRowHalves;
 
 // The columns of a tile: kTermRows of first terms, as many of second ones, and
-// so on, so that one warp has both terms of a row: in columns lane/4 of two
-// groups, or where there is but one group, of lanes two apart.
+// so on, so that one lane has the sums of both terms of a row in neighbouring
+// groups, or where there is but one group, two lanes that are two apart.
 constexpr u32 kTermRows = kTerms == 1 || kTokens >= 16 ? 8 : 4;
 
 // Row of the tile that is column `column`, and its row in an operand of terms

@@ -95,7 +95,7 @@ std::string MxPrelude(const RequestGeometry& geometry);
 // Largest relative Frobenius error of an output row. Of the small-M arm and of
 // the direct one with a remainder against the float64 oracle, where on random
 // data binary16 operands and results cost 7e-4 to 9e-4 and two terms of MXFP8
-// 1.3e-3 to 1.9e-3. Of the others against ReferenceMode::kStagedW4A8: against
+// 1.1e-3 to 1.9e-3. Of the others against ReferenceMode::kStagedW4A8: against
 // an oracle that quantises no activation they are 5e-2 to 7e-2 off whatever the
 // kernel does; what is left is a sum that falls to the other side of a
 // midpoint, and a step of E4M3 that may follow. All are tighter than cosines of
