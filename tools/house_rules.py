@@ -230,12 +230,12 @@ class Tree:
             return
         kernel = ()  # virtual folders that code for a device may include from
         if re.match(r"templates/fused_moe/(mx|qsrt)_cpu\.cc$|"
-                    r"templates/fused_moe/(mx_(block|boundary|fragment|vector|"
-                    r"warp)|cpu_(operand|routes)|situ|"
+                    r"templates/fused_moe/(mx_(block|boundary|fragment|scales|"
+                    r"vector|warp)|cpu_(operand|routes)|situ|"
                     r"sqg_(fragment|table|vector))\.h$|"
                     r"templates/formats/npk_law\.h$", path):
             kernel = ("device/", *MOE_HEADERS)
-        elif re.match(r"templates/fused_moe/(mx|qsrt)_cuda\.cu$", path):
+        elif re.match(r"templates/fused_moe/(mx_(cuda|qmma)|qsrt_cuda)\.cu$", path):
             kernel = ("cuda/", "device/", *MOE_HEADERS)
         elif re.match(r"templates/device/|tools/examples/package_[^/]+/", path):
             kernel = ("device/",)

@@ -29,13 +29,6 @@ constexpr uint32_t kRotations = 8;
 // Sums that a thread may hold without spilling.
 constexpr int64_t kSumsMax = 128;
 
-// Largest relative Frobenius error of an output row of the grouped arm against
-// ReferenceMode::kStagedW4A8. A result of fc1 next to the middle of two
-// binary16 numbers may be rounded to the other one; an operand of fc2 may then
-// move by one step of E4M3, an eighth of itself. One such step is up to 5e-3 of
-// a row (intermediate 128, one route); not to quantise at all is 5e-2.
-constexpr double kGroupedTolerance = 1e-2;
-
 // Headers of mx_cuda.cu beside those of device/.
 constexpr const char* kHeaders[] = {"cuda/grouped.h",
                                     "cuda/ring.h",
@@ -44,6 +37,7 @@ constexpr const char* kHeaders[] = {"cuda/grouped.h",
                                     "fused_moe/mx_block.h",
                                     "fused_moe/mx_boundary.h",
                                     "fused_moe/mx_fragment.h",
+                                    "fused_moe/mx_scales.h",
                                     "fused_moe/mx_warp.h"};
 
 int64_t BitsOf(MxArm arm) { return arm == MxArm::kSmallM ? 16 : 8; }
@@ -139,11 +133,15 @@ class Template : public KernelTemplate {
                                        assignment.at("split_fc1"), ".fc2x",
                                        assignment.at("split_fc2"));
     body.tolerance =
-        arm == MxArm::kGrouped ? kGroupedTolerance : MxTolerance(arm);
+        arm == MxArm::kGrouped ? kMxGroupedTolerance : MxTolerance(arm);
     body.deterministic = true;
     body.overlapped = problem.device.target.level >= 90;
     body.params = MxParams(problem.geometry);
-    AddSteps(problem, AxisPoint(&axes, assignment), &body);
+    const AxisPoint point(&axes, assignment);
+    MxOperands operands;
+    operands.scale_bytes = arm == MxArm::kGrouped ? 4 : 0;
+    operands.product_shared_bytes = SharedBytes(problem.geometry, point);
+    AddSteps(problem, point, operands, &body);
     return body;
   }
 
@@ -264,17 +262,16 @@ class Template : public KernelTemplate {
     return unit;
   }
 
-  // Steps, arguments and slices as README.md, "TrellisMX weights on CUDA",
-  // lists them.
+ public:
+  // AddMxSteps.
   static void AddSteps(const Problem& problem, const AxisPoint& assignment,
-                       PlanBody* body) {
+                       const MxOperands& operands, PlanBody* body) {
     const RequestGeometry& geometry = problem.geometry;
     const auto tile = static_cast<uint32_t>(assignment.at("tokens_tile"));
     const auto channels = static_cast<uint32_t>(assignment.at("channels_tile"));
     const auto threads = static_cast<uint32_t>(assignment.at("warps") * 32);
     const auto split1 = static_cast<uint32_t>(assignment.at("split_fc1"));
     const auto split2 = static_cast<uint32_t>(assignment.at("split_fc2"));
-    const bool quantised = assignment.at("activation_bits") == 8;
     const auto hidden = static_cast<uint32_t>(geometry.hidden);
     const auto inter = static_cast<uint32_t>(geometry.intermediate);
     const auto experts = static_cast<uint32_t>(geometry.experts);
@@ -287,19 +284,21 @@ class Template : public KernelTemplate {
       return Arg::Arena(arena.Add(name, bytes));
     };
     const auto scales = [&](uint64_t values) {
-      return quantised ? values / kScaleBlock * 4 : 0;
+      return values / kScaleBlock * operands.scale_bytes;
     };
     const Arg tiles =
         slice("tiles", 16 * FusedMoeTilesMax(geometry, tile, capacity));
     const Arg totals = slice("totals", 16);
     const Arg rows = slice("rows", 8 * routes);
     const Arg positions = slice("positions", 4 * routes);
-    const Arg x_values = slice("x_values", uint64_t{2} * hidden * capacity);
+    const Arg x_values =
+        slice("x_values", uint64_t{operands.value_bytes} * hidden * capacity);
     const Arg x_scales = slice("x_scales", scales(uint64_t{hidden} * capacity));
     const Arg fc1 =
         slice("fc1", split1 == 1 ? uint64_t{4} * inter * routes
                                  : uint64_t{8} * inter * split1 * routes);
-    const Arg mid_values = slice("mid_values", uint64_t{2} * inter * routes);
+    const Arg mid_values =
+        slice("mid_values", operands.value_bytes * inter * routes);
     const Arg mid_scales = slice("mid_scales", scales(inter * routes));
     const Arg fc2 =
         slice("fc2", split2 == 1 ? uint64_t{2} * hidden * routes
@@ -322,8 +321,7 @@ class Template : public KernelTemplate {
       step.args = std::move(args);
       body->steps.push_back(std::move(step));
     };
-    const auto shared =
-        static_cast<uint32_t>(SharedBytes(geometry, assignment));
+    const auto shared = static_cast<uint32_t>(operands.product_shared_bytes);
     // Blocks beyond the experts rotate the tokens.
     add("route", 0,
         LaunchDim::Of(
@@ -353,6 +351,11 @@ class Template : public KernelTemplate {
 };
 
 }  // namespace
+
+void AddMxSteps(const Problem& problem, const AxisPoint& point,
+                const MxOperands& operands, PlanBody* body) {
+  Template::AddSteps(problem, point, operands, body);
+}
 
 const KernelTemplate* FusedMoeMxCudaTemplate() {
   static const auto* const instance = new Template;

@@ -1,0 +1,202 @@
+// What NVRTC makes of kernels for E4M3 tensor cores: the instruction that they
+// are for, and no spills. No GPU is needed, and none has run these binaries.
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "compiler/compile_pool.h"
+#include "compiler/elf_file.h"
+#include "compiler/ptxas_log.h"
+#include "compiler/spec/device_profile.h"
+#include "compiler/spec/kernel_template.h"
+#include "compiler/toolchain_probe.h"
+#include "templates/fused_moe/template_mx_qmma.h"
+#include "templates/registry.h"
+#include "tests/support/status_matchers.h"
+
+namespace kiln {
+namespace {
+
+// Low 12 bits of a machine instruction of 16 bytes. NVIDIA documents none of
+// them: they are what ptxas 13.0 makes of one MMA, as the first test shows.
+constexpr uint32_t kHmma = 0x23C;        // of binary16
+constexpr uint32_t kQmma = 0x27A;        // of E4M3
+constexpr uint32_t kScaledQmma = 0x47A;  // of E4M3 with scales
+
+// How often a kernel of a cubin has each instruction.
+std::map<uint32_t, uint32_t> InstructionsOf(const std::string& cubin,
+                                            const std::string& entry) {
+  std::map<uint32_t, uint32_t> counts;
+  const absl::StatusOr<ElfFile> file = ElfFile::Parse(cubin);
+  EXPECT_OK(file);
+  if (!file.ok()) return counts;
+  const absl::StatusOr<const ElfSection*> text =
+      file->FindSection(absl::StrCat(".text.", entry));
+  EXPECT_OK(text);
+  if (!text.ok() || *text == nullptr) {
+    ADD_FAILURE() << "no kernel " << entry;
+    return counts;
+  }
+  uint64_t word = 0;
+  for (uint64_t at = 0; ReadObject((*text)->contents, at, &word); at += 16) {
+    ++counts[word & 0xFFF];
+  }
+  return counts;
+}
+
+class QmmaCompileTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    const std::string kiln = std::string(std::getenv("KILN_BIN_DIR")) + "/kiln";
+    if (access(kiln.c_str(), X_OK) != 0) {
+      GTEST_SKIP() << kiln << " is not built";
+    }
+    NvrtcProbeOptions options;
+    options.worker = kiln;
+    const absl::StatusOr<CompilerSetup> setup = ProbeNvrtc(options);
+    if (!setup.ok()) GTEST_SKIP() << setup.status();
+    setup_ = *setup;
+  }
+
+  std::vector<CompileResult> Compile(const std::vector<CompileJob>& jobs) {
+    CompilePool pool({.jobs = 2}, {setup_});
+    absl::StatusOr<std::vector<CompileResult>> results = pool.Run(jobs);
+    EXPECT_OK(results);
+    return results.ok() ? *std::move(results) : std::vector<CompileResult>();
+  }
+
+ private:
+  CompilerSetup setup_;
+};
+
+Target TargetNamed(const std::string& name) {
+  absl::StatusOr<Target> target = ParseTarget(name);
+  EXPECT_OK(target);
+  return *target;
+}
+
+TEST_F(QmmaCompileTest, TheMmaIsOneInstructionWhereTheTemplateIsOffered) {
+  const auto job = [](const std::string& mma, const char* target) {
+    CompileJob made;
+    made.unit.name = "test/mma.cu";
+    made.unit.text = absl::StrCat(R"(
+#include "cuda/e4m3.h"
+extern "C" __global__ void k(const kd::u32* in, float* out) {
+  kd::u32 v[8];
+  for (int i = 0; i < 8; ++i) v[i] = in[32 * i + threadIdx.x];
+  const kd::u32 a[4] = {v[0], v[1], v[2], v[3]};
+  float d[4];
+  kd::MmaE4m3FromZero(d, a, v[4], v[5]);
+  )",
+                                  mma, R"(
+  for (int i = 0; i < 4; ++i) out[32 * i + threadIdx.x] = d[i];
+}
+)");
+    made.unit.headers = CudaHeaders({"cuda/e4m3.h"});
+    made.unit.entries = {"k"};
+    made.target = TargetNamed(target);
+    return made;
+  };
+  const std::string scaled =
+      "kd::MmaE4m3Scaled<0>(d, a, v[4], v[5], v[6], v[7]);"
+      "kd::MmaE4m3Scaled<3>(d, a, v[4], v[5], v[6], v[7]);";
+  const std::vector<CompileJob> jobs = {
+      job("", "sm_89"),       job("", "sm_120"),      job("", "sm_90a"),
+      job(scaled, "sm_120a"), job(scaled, "sm_121a"), job(scaled, "sm_120")};
+
+  const struct {
+    uint32_t qmma, scaled, hmma;
+  } want[] = {{1, 0, 0}, {1, 0, 0}, {0, 0, 2}, {1, 2, 0}, {1, 2, 0}};
+
+  const std::vector<CompileResult> results = Compile(jobs);
+  ASSERT_EQ(results.size(), jobs.size());
+  for (size_t i = 0; i < std::size(want); ++i) {
+    SCOPED_TRACE(jobs[i].target.ToString());
+    ASSERT_OK(results[i].status);
+    std::map<uint32_t, uint32_t> counts =
+        InstructionsOf(results[i].binary, "k");
+    EXPECT_EQ(counts[kQmma], want[i].qmma);
+    EXPECT_EQ(counts[kScaledQmma], want[i].scaled);
+    EXPECT_EQ(counts[kHmma], want[i].hmma);
+  }
+  // Without the "a" there are no scales.
+  EXPECT_FALSE(results.back().status.ok());
+}
+
+struct Point {
+  int bits;
+  int64_t tokens, channels, warps;
+};
+
+// Of all that are legal those with the fewest and the most registers.
+constexpr Point kPoints[] = {{2, 8, 64, 4},   {3, 8, 128, 8},  {4, 8, 256, 4},
+                             {5, 16, 128, 4}, {3, 32, 256, 4}, {5, 96, 256, 8},
+                             {4, 96, 128, 4}, {2, 128, 64, 4}};
+
+TEST_F(QmmaCompileTest, ProductsAreMadeOfThatInstructionAndSpillNothing) {
+  for (const char* name : {"sm_89", "sm_120", "sm_120a", "sm_121a"}) {
+    Problem problem;
+    RequestGeometry& geometry = problem.geometry;
+    geometry.hidden = 1024;
+    geometry.intermediate = 512;
+    geometry.experts = 16;
+    geometry.top_k = 4;
+    geometry.weights.format = WeightFormat::kTrellisMx;
+    geometry.recipe = Recipe::kW4A8;
+    geometry.mx = {.limit = "10", .smallm_max_tokens = 0};
+    problem.interval = {1, 64};
+    problem.device = AssumedProfile(TargetNamed(name));
+    const bool is_scaled = problem.device.target.arch_specific;
+    std::vector<CompileJob> jobs;
+    for (const Point& point : kPoints) {
+      geometry.weights.bits = {
+          .gate = point.bits, .up = point.bits, .down = point.bits};
+      ASSERT_OK_AND_ASSIGN(const Candidate candidate,
+                           FusedMoeMxQmmaTemplate()->Instantiate(
+                               problem, {{"tokens_tile", point.tokens},
+                                         {"channels_tile", point.channels},
+                                         {"k_tile", 128},
+                                         {"warps", point.warps},
+                                         {"stages", 2},
+                                         {"split_fc1", 1},
+                                         {"split_fc2", 1}}));
+      for (const SourceUnit& unit : candidate.units) {
+        jobs.push_back({unit, problem.device.target});
+      }
+    }
+    const std::vector<CompileResult> results = Compile(jobs);
+    ASSERT_EQ(results.size(), jobs.size());
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      const Point& point = kPoints[i / 2];
+      SCOPED_TRACE(absl::StrCat(name, " bits ", point.bits, " T ", point.tokens,
+                                " C ", point.channels, " W ", point.warps));
+      ASSERT_OK(results[i].status);
+      for (const PtxasReport& report : ParsePtxasLog(results[i].log)) {
+        EXPECT_EQ(report.spill_store_bytes, 0u) << report.entry;
+        EXPECT_EQ(report.spill_load_bytes, 0u) << report.entry;
+        EXPECT_EQ(report.stack_bytes, 0u) << report.entry;
+      }
+      if (i % 2 == 0) continue;  // the steps around the products
+      for (const std::string& entry : jobs[i].unit.entries) {
+        std::map<uint32_t, uint32_t> counts =
+            InstructionsOf(results[i].binary, entry);
+        // Two for 64 input channels, 16 output channels and 8 tokens, whose
+        // loops are unrolled.
+        const auto mmas = static_cast<uint32_t>(
+            2 * (point.channels / 16 / point.warps) * (point.tokens / 8));
+        EXPECT_EQ(counts[is_scaled ? kScaledQmma : kQmma], mmas) << entry;
+        EXPECT_EQ(counts[is_scaled ? kQmma : kScaledQmma], 0u) << entry;
+        EXPECT_EQ(counts[kHmma], 0u) << entry;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kiln
