@@ -40,6 +40,7 @@
 #include "device/hadamard.h"
 #include "device/half.h"
 #include "device/platform.h"
+#include "fused_moe/code_row.h"
 #include "fused_moe/mx_block.h"
 #include "fused_moe/mx_boundary.h"
 #include "fused_moe/mx_fragment.h"
@@ -112,13 +113,7 @@ __device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 first,
   const u64 at = first + lane * 4;
   u8 codes[4];
   const u8 scale = kd::QuantizeToMxfp8(v, codes);
-  // Two neighbours stay side by side in the order of codes.
-  Value* sixteen = values + at / 16 * 16;
-#pragma unroll
-  for (u32 i = 0; i < 4; i += 2) {
-    *reinterpret_cast<u16*>(sixteen + kd::MxCodePlace(lane % 4 * 4 + i)) =
-        static_cast<u16>(codes[i] | codes[i + 1] << 8);
-  }
+  kd::StoreCodes(codes, lane * 4, values + first);
   if (lane % 8 == 0) scales[at / kd::kMxBlock] = scale;
 }
 

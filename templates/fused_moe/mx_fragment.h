@@ -94,9 +94,7 @@ KILN_FN u32 RoundDoublesToE4m3(u32 low, u32 high) {
 }
 
 // The lane's weights as codes: a[0] channel l/4 and k 2(l%4) + {0, 1, 8, 9},
-// a[1] channel l/4 + 8 and the same k. mma.m16n8k32 takes those of two tiles,
-// of k and of k + 16, as its A fragment, but for k 4(l%4) + {0, 1, 2, 3}: its B
-// must have the channels of each 16 in another order, MxCodePlace.
+// a[1] channel l/4 + 8 and the same k. code_row.h says what they are for.
 template <int K>
 KILN_FN void DecodeNpkCodes(const SpanBits& bits, u32 a[2]) {
   static_assert(K >= kNpkBitsMin && K <= kNpkBitsMax, "NPK-1 has K = 2..5");
@@ -104,11 +102,6 @@ KILN_FN void DecodeNpkCodes(const SpanBits& bits, u32 a[2]) {
   DecodeFragment<kCodebookMcg, K>(bits, v);
   a[0] = RoundDoublesToE4m3(v[0], v[2]);
   a[1] = RoundDoublesToE4m3(v[1], v[3]);
-}
-
-// Where such an operand has input channel `channel` (0..15) of each 16.
-KILN_FN constexpr u32 MxCodePlace(u32 channel) {
-  return channel % 8 / 2 * 4 + channel / 8 * 2 + channel % 2;
 }
 
 }  // namespace kd

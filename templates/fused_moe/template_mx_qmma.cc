@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "compiler/base/status_macros.h"
 #include "templates/axes.h"
+#include "templates/fused_moe/code_target.h"
 #include "templates/fused_moe/grouped_cost.h"
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/op_mx.h"
@@ -17,42 +18,23 @@
 namespace kiln {
 namespace {
 
-// What a thread may hold without spilling: its sums, and fragments and scales
-// of each strip of 16 channels. As ptxas 13.0 compiles all points for
-// sm_89, sm_120 and sm_120a.
-constexpr int64_t kRegistersMax = 144;
-constexpr int64_t kStripRegisters = 20;
-
 // Headers beside those of device/: of mx_cuda.cu's part 0, and of the products.
 constexpr const char* kSupportHeaders[] = {"cuda/grouped.h",
                                            "cuda/ring.h",
                                            "cuda/warp.h",
                                            "formats/npk_law.h",
+                                           "fused_moe/code_row.h",
                                            "fused_moe/mx_block.h",
                                            "fused_moe/mx_boundary.h",
                                            "fused_moe/mx_fragment.h",
                                            "fused_moe/mx_scales.h",
                                            "fused_moe/mx_warp.h"};
-constexpr const char* kProductHeaders[] = {"cuda/e4m3.h",
-                                           "cuda/grouped.h",
-                                           "cuda/ring.h",
-                                           "cuda/warp.h",
-                                           "formats/npk_law.h",
-                                           "fused_moe/mx_block.h",
-                                           "fused_moe/mx_fragment.h",
-                                           "fused_moe/mx_scales.h"};
-
-// sm_89, and sm_120 and its family: mma.sync of E4M3 is an instruction there.
-// On others it becomes conversions and MMAs of binary16.
-bool MultipliesE4m3(const Target& target) {
-  return target.backend == Backend::kCuda &&
-         (target.level == 89 || target.level / 10 == 12);
-}
-
-// Whether the MMA takes a scale for 32 input channels.
-bool IsBlockScaled(const Target& target) {
-  return target.level / 10 == 12 && target.arch_specific;
-}
+constexpr const char* kProductHeaders[] = {
+    "cuda/e4m3.h",          "cuda/grouped.h",
+    "cuda/ring.h",          "cuda/warp.h",
+    "formats/npk_law.h",    "fused_moe/code_product.h",
+    "fused_moe/mx_block.h", "fused_moe/mx_fragment.h",
+    "fused_moe/mx_scales.h"};
 
 // Ring of packed weights, a word of scales per channel, and rows of codes with
 // 16 bytes behind them, where their scales are.
@@ -61,7 +43,7 @@ int64_t SharedBytes(const RequestGeometry& geometry, const AxisPoint& point) {
   const int64_t channels = point.at("channels_tile");
   return point.at("stages") *
          (k_tile * channels * geometry.weights.bits.gate / 8 + channels * 4 +
-          point.at("tokens_tile") * (k_tile + 16));
+          point.at("tokens_tile") * kCodeStageRowBytes);
 }
 
 class Template : public KernelTemplate {
@@ -75,7 +57,8 @@ class Template : public KernelTemplate {
       std::vector<std::string> files(std::begin(kSupportHeaders),
                                      std::end(kSupportHeaders));
       for (const char* file :
-           {"axes.cc", "cuda/e4m3.h", "fused_moe/grouped_cost.cc",
+           {"axes.cc", "cuda/e4m3.h", "fused_moe/code_product.h",
+            "fused_moe/code_target.cc", "fused_moe/grouped_cost.cc",
             "fused_moe/mx_cuda.cu", "fused_moe/mx_qmma.cu", "fused_moe/op.cc",
             "fused_moe/op_mx.cc", "fused_moe/template_mx_cuda.cc",
             "fused_moe/template_mx_qmma.cc"}) {
@@ -138,9 +121,9 @@ class Template : public KernelTemplate {
     body.assignment = assignment;
     // How many input channels the tensor core sums by itself; beyond those a
     // sum's order depends on the number of K slices alone.
-    body.numerics_class = absl::StrCat(
-        "mx.w4a8.qmma.", IsBlockScaled(target) ? "scaled64" : "fold32", ".fc1x",
-        assignment.at("split_fc1"), ".fc2x", assignment.at("split_fc2"));
+    body.numerics_class = absl::StrCat("mx.w4a8.qmma.", CodeSums(target),
+                                       ".fc1x", assignment.at("split_fc1"),
+                                       ".fc2x", assignment.at("split_fc2"));
     body.tolerance = kMxGroupedTolerance;
     body.deterministic = true;
     body.overlapped = target.level >= 90;
@@ -188,7 +171,7 @@ class Template : public KernelTemplate {
   static std::vector<Axis> Axes() {
     return {{"tokens_tile", {8, 16, 32, 48, 64, 96, 128}},
             {"channels_tile", {64, 128, 256}},
-            {"k_tile", {128}},
+            {"k_tile", {kCodeDepth}},
             {"warps", {4, 8}},
             {"stages", {2, 3, 4, 6}},
             {"split_fc1", {1, 2, 4, 8}},
@@ -218,14 +201,9 @@ class Template : public KernelTemplate {
       return absl::StrCat("channels_tile ", channels, " gives ", warps,
                           " warps less than one tile of 16 channels each");
     }
-    const int64_t strips = channels / 16 / warps;
-    const int64_t registers =
-        strips * (point.at("tokens_tile") / 8 * 4 + kStripRegisters);
-    if (registers > kRegistersMax) {
-      return absl::StrCat(registers,
-                          " registers for sums and fragments, at most ",
-                          kRegistersMax, " leave none to spill");
-    }
+    std::string registers =
+        CodeRegistersRule(channels / 16 / warps, point.at("tokens_tile"));
+    if (!registers.empty()) return registers;
     if (point.at("split_fc1") > geometry.hidden / 128 ||
         point.at("split_fc2") > geometry.intermediate / 128) {
       return "more K slices than blocks of 128 input channels";
@@ -240,16 +218,15 @@ class Template : public KernelTemplate {
   }
 
   // The model of fused_moe.cuda, whose kernels have the same shape. Decoding is
-  // the instructions that ptxas makes of a tile; an MMA of 32 input channels
-  // counts as half of one for each of its two tiles, as the devices' published
-  // rates are. Nothing has been fitted to a device.
+  // that of mx_cuda.cu less the instructions that ptxas saves; an MMA counts as
+  // half of one of binary16 for each of its two tiles. Nothing has been fitted
+  // to a device.
   //   tiles: how many the interval's largest m is expected to have.
   static double Cost(const Problem& problem, const AxisPoint& point,
                      double tiles) {
     constexpr double kDecodeCycles = 46;
     constexpr double kUnalignedDecodeCycles = 57;  // bits not a multiple of 4
-    constexpr double kScaledMmaCycles = 8;
-    constexpr double kMmaCycles = 16;
+    constexpr double kMmaCycles = 4;
     constexpr double kFoldCycles = 5;
     const RequestGeometry& geometry = problem.geometry;
     const int bits = geometry.weights.bits.gate;
@@ -259,9 +236,8 @@ class Template : public KernelTemplate {
     GroupedProduct product;
     product.decode_cycles =
         bits % 4 == 0 ? kDecodeCycles : kUnalignedDecodeCycles;
-    product.group_cycles = IsBlockScaled(problem.device.target)
-                               ? kScaledMmaCycles
-                               : kMmaCycles + kFoldCycles;
+    product.group_cycles =
+        kMmaCycles + (IsBlockScaled(problem.device.target) ? 0 : kFoldCycles);
     product.stage_pieces =
         k_tile * channels * bits / 128 + channels / 4 + k_tile * tile / 16;
     product.strip_registers = 16;

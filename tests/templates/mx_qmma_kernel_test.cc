@@ -14,6 +14,7 @@
 
 #include "compiler/spec/kernel_template.h"
 #include "device/fragment.h"
+#include "fused_moe/code_row.h"
 #include "fused_moe/mx_fragment.h"
 #include "gtest/gtest.h"
 #include "templates/formats/mxfp8.h"
@@ -67,7 +68,8 @@ TEST(MxCodesTest, AnOperandHasItsChannelsInTheOrderOfTheSpecification) {
   constexpr std::array<uint32_t, 16> kChannels = {0, 1, 8,  9,  2, 3, 10, 11,
                                                   4, 5, 12, 13, 6, 7, 14, 15};
   for (uint32_t place = 0; place < 16; ++place) {
-    EXPECT_EQ(kd::MxCodePlace(kChannels[place]), place);
+    EXPECT_EQ(kd::CodePlace(32 + kChannels[place]), 32 + place);
+    EXPECT_EQ(kd::CodePlace(kChannels[place]), place);
   }
 }
 
@@ -111,7 +113,7 @@ void ExpectDenseProducts() {
       for (uint32_t k = 0; k < 32; ++k) {
         const auto code = static_cast<uint8_t>(random.Next() % 0x7F);
         operand[column][k] = code;
-        stored[column][k / 16 * 16 + kd::MxCodePlace(k % 16)] = code;
+        stored[column][kd::CodePlace(k)] = code;
       }
     }
     // By the law alone.

@@ -8,6 +8,7 @@
 #include "device/hadamard.h"
 #include "device/half.h"
 #include "device/platform.h"
+#include "fused_moe/code_row.h"
 #include "fused_moe/mx_block.h"
 #include "fused_moe/mx_boundary.h"
 #include "fused_moe/mx_fragment.h"
@@ -16,6 +17,7 @@
 // After what replaces the instructions.
 #include "cuda/grouped.h"
 #include "cuda/ring.h"
+#include "fused_moe/code_product.h"
 #include "fused_moe/mx_warp.h"
 
 #define KILN_JOIN_(a, b) a##b

@@ -17,6 +17,7 @@
 #include "compiler/spec/kernel_template.h"
 #include "compiler/toolchain_probe.h"
 #include "templates/fused_moe/template_mx_qmma.h"
+#include "templates/fused_moe/template_qsrt_cuda.h"
 #include "templates/registry.h"
 #include "tests/support/status_matchers.h"
 
@@ -129,73 +130,142 @@ extern "C" __global__ void k(const kd::u32* in, float* out) {
   EXPECT_FALSE(results.back().status.ok());
 }
 
-struct Point {
-  int bits;
-  int64_t tokens, channels, warps;
+// Steps around the products, then the products.
+struct Compiled {
+  std::string name;
+  Candidate candidate;
+  uint32_t mmas = 0;  // that either product has
 };
 
-// Of all that are legal those with the fewest and the most registers.
-constexpr Point kPoints[] = {{2, 8, 64, 4},   {3, 8, 128, 8},  {4, 8, 256, 4},
-                             {5, 16, 128, 4}, {3, 32, 256, 4}, {5, 96, 256, 8},
-                             {4, 96, 128, 4}, {2, 128, 64, 4}};
+// For 64 input channels, 16 output channels and 8 tokens there are two, whose
+// loops are unrolled.
+uint32_t MmasOf(const Assignment& point) {
+  return static_cast<uint32_t>(
+      2 * (point.at("channels_tile") / 16 / point.at("warps")) *
+      (point.at("tokens_tile") / 8));
+}
 
-TEST_F(QmmaCompileTest, ProductsAreMadeOfThatInstructionAndSpillNothing) {
-  for (const char* name : {"sm_89", "sm_120", "sm_120a", "sm_121a"}) {
+RequestGeometry SmallGeometry(WeightFormat format) {
+  RequestGeometry geometry;
+  geometry.hidden = 1024;
+  geometry.intermediate = 512;
+  geometry.experts = 16;
+  geometry.top_k = 4;
+  geometry.weights.format = format;
+  geometry.recipe = Recipe::kW4A8;
+  return geometry;
+}
+
+// Of all points that are legal those with the fewest and the most registers.
+std::vector<Compiled> MxCandidates(const Target& target) {
+  const struct {
+    int bits;
+    int64_t tokens, channels, warps;
+  } points[] = {{2, 8, 64, 4},   {3, 8, 128, 8},  {4, 8, 256, 4},
+                {5, 16, 128, 4}, {3, 32, 256, 4}, {5, 96, 256, 8},
+                {4, 96, 128, 4}, {2, 128, 64, 4}};
+
+  std::vector<Compiled> all;
+  for (const auto& [bits, tokens, channels, warps] : points) {
     Problem problem;
-    RequestGeometry& geometry = problem.geometry;
-    geometry.hidden = 1024;
-    geometry.intermediate = 512;
-    geometry.experts = 16;
-    geometry.top_k = 4;
-    geometry.weights.format = WeightFormat::kTrellisMx;
-    geometry.recipe = Recipe::kW4A8;
-    geometry.mx = {.limit = "10", .smallm_max_tokens = 0};
+    problem.geometry = SmallGeometry(WeightFormat::kTrellisMx);
+    problem.geometry.weights.bits = {.gate = bits, .up = bits, .down = bits};
+    problem.geometry.mx = {.limit = "10", .smallm_max_tokens = 0};
     problem.interval = {1, 64};
-    problem.device = AssumedProfile(TargetNamed(name));
-    const bool is_scaled = problem.device.target.arch_specific;
+    problem.device = AssumedProfile(target);
+    const Assignment point = {
+        {"tokens_tile", tokens}, {"channels_tile", channels},
+        {"k_tile", 128},         {"warps", warps},
+        {"stages", 2},           {"split_fc1", 1},
+        {"split_fc2", 1}};
+    absl::StatusOr<Candidate> candidate =
+        FusedMoeMxQmmaTemplate()->Instantiate(problem, point);
+    EXPECT_OK(candidate.status());
+    if (!candidate.ok()) continue;
+    all.push_back({absl::StrCat("bits ", bits, " ", AssignmentText(point)),
+                   *std::move(candidate), MmasOf(point)});
+  }
+  return all;
+}
+
+// The same; a kernel has its loops once for each of the three rates.
+std::vector<Compiled> QsrtCandidates(const Target& target) {
+  const struct {
+    int64_t tokens, channels, warps;
+  } points[] = {{8, 64, 4}, {16, 128, 8}, {96, 128, 4}, {128, 64, 4}};
+
+  std::vector<Compiled> all;
+  for (const auto& [tokens, channels, warps] : points) {
+    Problem problem;
+    problem.geometry = SmallGeometry(WeightFormat::kQsrt);
+    problem.geometry.intermediate = 256;
+    problem.geometry.qsrt = {.pairs = PairKinds::kP24P33,
+                             .decode_max_tokens = 64};
+    problem.interval = {1, 64};
+    problem.device = AssumedProfile(target);
+    const Assignment point = {
+        {"activation_bits", 8},  {"operand_codes", 1},
+        {"tokens_tile", tokens}, {"channels_tile", channels},
+        {"k_tile", 128},         {"warps", warps},
+        {"stages", 2},           {"codewords", 0},
+        {"split_fc1", 1},        {"split_fc2", 1}};
+    absl::StatusOr<Candidate> candidate =
+        FusedMoeQsrtCudaTemplate()->Instantiate(problem, point);
+    EXPECT_OK(candidate.status());
+    if (!candidate.ok()) continue;
+    all.push_back(
+        {AssignmentText(point), *std::move(candidate), 3 * MmasOf(point)});
+  }
+  return all;
+}
+
+class QmmaProductsTest : public QmmaCompileTest,
+                         public ::testing::WithParamInterface<const char*> {
+ protected:
+  void ExpectThatInstruction(const std::vector<Compiled>& all) {
+    const Target target = TargetNamed(GetParam());
     std::vector<CompileJob> jobs;
-    for (const Point& point : kPoints) {
-      geometry.weights.bits = {
-          .gate = point.bits, .up = point.bits, .down = point.bits};
-      ASSERT_OK_AND_ASSIGN(const Candidate candidate,
-                           FusedMoeMxQmmaTemplate()->Instantiate(
-                               problem, {{"tokens_tile", point.tokens},
-                                         {"channels_tile", point.channels},
-                                         {"k_tile", 128},
-                                         {"warps", point.warps},
-                                         {"stages", 2},
-                                         {"split_fc1", 1},
-                                         {"split_fc2", 1}}));
-      for (const SourceUnit& unit : candidate.units) {
-        jobs.push_back({unit, problem.device.target});
+    for (const Compiled& one : all) {
+      for (const SourceUnit& unit : one.candidate.units) {
+        jobs.push_back({unit, target});
       }
     }
     const std::vector<CompileResult> results = Compile(jobs);
-    ASSERT_EQ(results.size(), jobs.size());
+    ASSERT_EQ(results.size(), 2 * all.size());
+    const uint32_t used = target.arch_specific ? kScaledQmma : kQmma;
+    const uint32_t other = target.arch_specific ? kQmma : kScaledQmma;
     for (size_t i = 0; i < jobs.size(); ++i) {
-      const Point& point = kPoints[i / 2];
-      SCOPED_TRACE(absl::StrCat(name, " bits ", point.bits, " T ", point.tokens,
-                                " C ", point.channels, " W ", point.warps));
+      const Compiled& one = all[i / 2];
+      SCOPED_TRACE(one.name);
       ASSERT_OK(results[i].status);
       for (const PtxasReport& report : ParsePtxasLog(results[i].log)) {
         EXPECT_EQ(report.spill_store_bytes, 0u) << report.entry;
         EXPECT_EQ(report.spill_load_bytes, 0u) << report.entry;
         EXPECT_EQ(report.stack_bytes, 0u) << report.entry;
       }
-      if (i % 2 == 0) continue;  // the steps around the products
+      if (i % 2 == 0) continue;
       for (const std::string& entry : jobs[i].unit.entries) {
         std::map<uint32_t, uint32_t> counts =
             InstructionsOf(results[i].binary, entry);
-        // Two for 64 input channels, 16 output channels and 8 tokens, whose
-        // loops are unrolled.
-        const auto mmas = static_cast<uint32_t>(
-            2 * (point.channels / 16 / point.warps) * (point.tokens / 8));
-        EXPECT_EQ(counts[is_scaled ? kScaledQmma : kQmma], mmas) << entry;
-        EXPECT_EQ(counts[is_scaled ? kQmma : kScaledQmma], 0u) << entry;
+        EXPECT_EQ(counts[used], one.mmas) << entry;
+        EXPECT_EQ(counts[other], 0u) << entry;
         EXPECT_EQ(counts[kHmma], 0u) << entry;
       }
     }
   }
+};
+
+INSTANTIATE_TEST_SUITE_P(Targets, QmmaProductsTest,
+                         ::testing::Values("sm_89", "sm_120", "sm_120a",
+                                           "sm_121a"),
+                         [](const auto& v) { return std::string(v.param); });
+
+TEST_P(QmmaProductsTest, OfTrellisMxAreMadeOfThatInstructionAndSpillNothing) {
+  ExpectThatInstruction(MxCandidates(TargetNamed(GetParam())));
+}
+
+TEST_P(QmmaProductsTest, OfQsrtAreMadeOfThatInstructionAndSpillNothing) {
+  ExpectThatInstruction(QsrtCandidates(TargetNamed(GetParam())));
 }
 
 }  // namespace
