@@ -410,7 +410,7 @@ constexpr u32 kStages = KILN_STAGES;
 constexpr u32 kThreads = kWarps * 32;
 // Per SM. With 1 ptxas takes as many registers as one block may have; with 0,
 // no bound, large tiles of codes spill a few.
-constexpr u32 kBlocksMin = KILN_OPERAND_CODES && kTokens > 64 ? 1 : 0;
+constexpr u32 kBlocksMin = KILN_OPERAND_CODES && kTokens > 16 ? 1 : 0;
 
 constexpr u32 kDepthSteps = kDepthTile / 16;   // mma steps per stage
 constexpr u32 kStrips = kChannels / 16;        // 16-channel strips per block
