@@ -8,6 +8,7 @@
 #include "templates/fused_moe/template_cuda.h"
 #include "templates/fused_moe/template_mx_cpu.h"
 #include "templates/fused_moe/template_mx_cuda.h"
+#include "templates/fused_moe/template_mx_qmma.h"
 #include "templates/fused_moe/template_qsrt_cpu.h"
 #include "templates/fused_moe/template_qsrt_cuda.h"
 #include "templates/fused_moe/template_stream.h"
@@ -42,11 +43,12 @@ std::vector<std::pair<std::string, std::string>> HeadersUnder(
 
 const std::vector<const KernelTemplate*>& AllTemplates() {
   static const auto* const templates = new std::vector<const KernelTemplate*>{
-      FusedMoeCpuTemplate(),     FusedMoeCudaTemplate(),
-      FusedMoeStreamTemplate(),  FusedMoeWarpgroupTemplate(),
-      FusedMoeMxCpuTemplate(),   FusedMoeMxCudaTemplate(),
-      FusedMoeQsrtCpuTemplate(), FusedMoeQsrtCudaTemplate(),
-      LinearCpuTemplate(),       LinearCudaTemplate(),
+      FusedMoeCpuTemplate(),      FusedMoeCudaTemplate(),
+      FusedMoeStreamTemplate(),   FusedMoeWarpgroupTemplate(),
+      FusedMoeMxCpuTemplate(),    FusedMoeMxCudaTemplate(),
+      FusedMoeMxQmmaTemplate(),   FusedMoeQsrtCpuTemplate(),
+      FusedMoeQsrtCudaTemplate(), LinearCpuTemplate(),
+      LinearCudaTemplate(),
   };
   return *templates;
 }

@@ -47,6 +47,18 @@ struct OperandTile {
     return threadIdx.x / kPieces + i * kRowsAtOnce;
   }
 
+  // Decides which rows this thread copies.
+  //   rows: of the tile
+  //   row_of(row): the operand's row of one of them
+  template <class Which>
+  KILN_FN void Find(u32 rows, Which row_of) {
+    KILN_UNROLLED
+    for (u32 i = 0; i < kCopies; ++i) {
+      const u32 row = RowOf(i);
+      source[i] = row < rows ? row_of(row) : kNone;
+    }
+  }
+
   // Copies channels channel .. channel + kChannels - 1 of an operand
   // [rows][kDepth] to `to`; rows beyond the tile's become zeros.
   template <u32 kDepth>

@@ -14,6 +14,8 @@
 //   ("smallm", W4A16), KILN_ACTIVATION_TERMS, 1 unless given, 2 of the arm
 //   "direct rp2", and KILN_PART: 0 support entries (route, activate, combine),
 //   1 fc1 and fc2
+//   KILN_OPERAND_CODES (part 0, W4A8): 0 (default) operands as part 1 reads
+//   them, 1 as mx_qmma.cu does
 // Axes, read by part 1 only:
 //   KILN_TOKENS_TILE T     8 or a multiple of 16 up to 128: terms of rows of
 //                          one expert per block
@@ -44,13 +46,18 @@
 #include "device/hadamard.h"
 #include "device/half.h"
 #include "device/platform.h"
+#include "fused_moe/code_row.h"
 #include "fused_moe/mx_block.h"
 #include "fused_moe/mx_boundary.h"
 #include "fused_moe/mx_fragment.h"
+#include "fused_moe/mx_scales.h"
 #include "fused_moe/mx_warp.h"
 
 #if !defined(KILN_ACTIVATION_TERMS)
 #define KILN_ACTIVATION_TERMS 1
+#endif
+#ifndef KILN_OPERAND_CODES
+#define KILN_OPERAND_CODES 0
 #endif
 
 namespace {
@@ -102,13 +109,38 @@ using RouteId = long long;
 using RouteId = int;
 #endif
 
-// Rounds to an operand [rows][kTerms][kDepth] and stores. A warp holds 128
-// neighbours of row `row`, from `channel` on, lane l those from 4l on. What a
-// term leaves is exact: its product is, and so is a difference of near numbers.
+// StoreOperand rounds to an operand [rows][kTerms][kDepth] and stores. A warp
+// holds 128 neighbours of row `row`, from `channel` on, lane l those from 4l
+// on.
+#if KILN_OPERAND_CODES
+
+static_assert(kQuantised && kTerms == 1, "codes are those of W4A8, one term");
+
+using Value = u8;  // E4M3
+using Scale = u8;  // UE8M0
+
 template <u32 kDepth>
 __device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 row,
-                                             u32 channel, u32 lane, u16* values,
-                                             float* scales) {
+                                             u32 channel, u32 lane,
+                                             Value* values, Scale* scales) {
+  const u64 first = row * kDepth + channel;
+  u8 codes[4];
+  const u8 scale = kd::QuantizeToMxfp8(v, codes);
+  kd::StoreCodes(codes, lane * 4, values + first);
+  if (lane % 8 == 0) scales[(first + lane * 4) / kd::kMxBlock] = scale;
+}
+
+#else
+
+using Value = u16;  // binary16
+using Scale = float;
+
+// What a term leaves is exact: its product is, and so is a difference of near
+// numbers.
+template <u32 kDepth>
+__device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 row,
+                                             u32 channel, u32 lane,
+                                             Value* values, Scale* scales) {
   u64 at = row * (kTerms * kDepth) + channel + lane * 4;
   if constexpr (!kQuantised) {
     kd::Store4(values + at, v);
@@ -129,12 +161,14 @@ __device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 row,
   }
 }
 
+#endif  // KILN_OPERAND_CODES
+
 // The operand of fc1: H512, gate_up_suh, H128. Four warps share a chunk, one
 // quarter each.
 __device__ __forceinline__ void RotateBlock(const u16* __restrict__ x,
                                             const u16* __restrict__ suh,
-                                            u16* __restrict__ values,
-                                            float* __restrict__ scales,
+                                            Value* __restrict__ values,
+                                            Scale* __restrict__ scales,
                                             u32 tokens, u32 block) {
   __shared__ float4 shared[kRotations][kChunk / 4];
   const u32 lane = threadIdx.x % 32;
@@ -181,8 +215,8 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
     kiln_mx_route(const RouteId* __restrict__ ids, Row* __restrict__ rows,
                   u32* __restrict__ positions, Tile* __restrict__ tiles,
                   Totals* __restrict__ totals, const u16* __restrict__ x,
-                  const u16* __restrict__ suh, u16* __restrict__ x_values,
-                  float* __restrict__ x_scales, u32 tokens, u32 tokens_tile) {
+                  const u16* __restrict__ suh, Value* __restrict__ x_values,
+                  Scale* __restrict__ x_scales, u32 tokens, u32 tokens_tile) {
   kd::BeginStep();
   if (blockIdx.x < kExperts) {
     kd::RouteBlock<kExperts>(ids, rows, positions, tiles, totals,
@@ -198,8 +232,8 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     kiln_mx_activate(const void* fc1, const u16* __restrict__ rotations,
                      const Row* rows, const Totals* totals,
-                     u16* __restrict__ mid_values,
-                     float* __restrict__ mid_scales, u32 tokens, u32 slices) {
+                     Value* __restrict__ mid_values,
+                     Scale* __restrict__ mid_scales, u32 tokens, u32 slices) {
   kd::BeginStep();
   constexpr u32 kBlocks = kInter / kQuarter;
   const u32 lane = threadIdx.x % 32;
@@ -400,14 +434,6 @@ __device__ __forceinline__ void CopyOperand(const Factors& factors,
   }
 }
 
-// 2^(byte - 127) of byte `index` of a word; no byte is 255.
-__device__ __forceinline__ float WordScale(u32 word, u32 index) {
-  const u32 field = word >> (8 * index) & 0xFFu;
-  // 2^-127, the one subnormal, is below all others.
-  const u32 bits = field << 23;
-  return kd::BitsFloat(bits > 0x00400000u ? bits : 0x00400000u);
-}
-
 // sum += one block of 32 input channels, times its scales, which are powers of
 // two.
 __device__ __forceinline__ void AddFold(const float (&fold)[4],
@@ -457,8 +483,9 @@ __device__ __forceinline__ void ComputeStage(const unsigned char* stage,
             tiles + ((2 * fold + step) * kStrips + i) * kd::kTileWords<kBits>;
         kd::DecodeHalfNpkFragment<kBits>(kd::LoadSpan(tile, span), a[step][i]);
       }
-      weight_scale[i][0] = WordScale(words[i * 16], first_fold + fold);
-      weight_scale[i][1] = WordScale(words[i * 16 + 8], first_fold + fold);
+      weight_scale[i][0] = kd::MxWordScale(words[i * 16], first_fold + fold);
+      weight_scale[i][1] =
+          kd::MxWordScale(words[i * 16 + 8], first_fold + fold);
     }
 #pragma unroll
     for (u32 g = 0; g < kTokenGroups; g += 2) {
@@ -598,26 +625,6 @@ __device__ __forceinline__ void Store(const Sums& sums, void* product,
   }
 }
 
-// Byte address of tile (0, column / 16) of a matrix of the stream.
-template <u32 kWidth>
-__device__ __forceinline__ const unsigned char* MatrixTiles(
-    const u16* __restrict__ stream, u32 matrix, u32 column) {
-  constexpr u64 kMatrixBytes = static_cast<u64>(kHidden) * kInter * kBits / 8;
-  return reinterpret_cast<const unsigned char*>(stream) +
-         matrix * kMatrixBytes + column * (2 * kBits);
-}
-
-// The words of output channel `column` of an expert and its first 128 input
-// channels.
-template <u32 kDepth, u32 kWidth>
-__device__ __forceinline__ const u32* ExpertScales(
-    const u32* __restrict__ words, u32 expert, u32 column) {
-  constexpr u64 kPanel = kDepth / 128 * 256;
-  return words +
-         (static_cast<u64>(expert) * (kWidth / 256) + column / 256) * kPanel +
-         column % 256;
-}
-
 }  // namespace
 
 // Block x: tile x / (2I / C) and C of the 2I channels gate | up; block y: slice
@@ -638,11 +645,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Sources sources = FindSources(
       tile, [&](u32 row) { return rows[tile.first + row].route / kTopK; });
   Factors factors;
-  factors.weights =
-      MatrixTiles<kInter>(w13, (is_up ? kExperts : 0) + tile.expert,
-                          is_up ? column - kInter : column);
+  factors.weights = kd::ExpertTiles<kBits, kHidden, kInter>(
+      w13, (is_up ? kExperts : 0) + tile.expert,
+      is_up ? column - kInter : column);
   factors.scales =
-      ExpertScales<kHidden, 2 * kInter>(w13_scale, tile.expert, column);
+      kd::MxExpertScales<kHidden, 2 * kInter>(w13_scale, tile.expert, column);
   factors.operand = x_values;
   factors.row_scales = x_scales;
   Sums sums = {};
@@ -666,8 +673,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Sources sources =
       FindSources(tile, [&](u32 row) { return tile.first + row; });
   Factors factors;
-  factors.weights = MatrixTiles<kHidden>(w2, tile.expert, column);
-  factors.scales = ExpertScales<kInter, kHidden>(w2_scale, tile.expert, column);
+  factors.weights =
+      kd::ExpertTiles<kBits, kInter, kHidden>(w2, tile.expert, column);
+  factors.scales =
+      kd::MxExpertScales<kInter, kHidden>(w2_scale, tile.expert, column);
   factors.operand = mid_values;
   factors.row_scales = mid_scales;
   Sums sums = {};

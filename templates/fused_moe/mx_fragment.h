@@ -1,6 +1,6 @@
 // The eight weights that one lane of a warp decodes from an NPK-1 tile, as the
-// A fragment of mma.m16n8k16: device/fragment.h finds the states, this rounds
-// their values to E4M3.
+// A fragment of mma.m16n8k16 or half of that of an mma.m16n8k32 of E4M3 codes:
+// device/fragment.h finds the states, this rounds their values to E4M3.
 //
 // Plain code on the CPU, so tests can hold it against formats/npk_law.h without
 // a GPU.
@@ -11,6 +11,7 @@
 #include "device/half.h"
 #include "device/platform.h"
 #include "formats/npk_law.h"
+#include "fused_moe/mx_block.h"
 
 namespace kd {
 
@@ -65,6 +66,42 @@ KILN_FN void DecodeHalfNpkFragment(const SpanBits& bits, u32 a[4]) {
   DecodeFragment<kCodebookMcg, K>(bits, a);
   KILN_UNROLLED
   for (u32 i = 0; i < 4; ++i) a[i] = RoundPairToHalfE4m3(a[i]);
+}
+
+// The E4M3 codes nearest to twice each of four binary16 numbers of at most 4 in
+// magnitude, ties to even, the first in the low byte. A zero keeps its sign.
+KILN_FN u32 RoundDoublesToE4m3(u32 low, u32 high) {
+#if KILN_ON_CUDA
+  u32 codes;
+  asm("{\n"
+      "  .reg .b16 a, b;\n"
+      "  cvt.rn.satfinite.e4m3x2.f16x2 a, %1;\n"
+      "  cvt.rn.satfinite.e4m3x2.f16x2 b, %2;\n"
+      "  mov.b32 %0, {a, b};\n"
+      "}"
+      : "=r"(codes)
+      : "r"(hadd2(low, low)), "r"(hadd2(high, high)));
+  return codes;
+#else
+  u32 codes = 0;
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 pair = i < 2 ? low : high;
+    const float value = f16_to_f32(static_cast<u16>(pair >> (16 * (i % 2))));
+    codes |= static_cast<u32>(FloatToE4m3(2 * value)) << (8 * i);
+  }
+  return codes;
+#endif
+}
+
+// The lane's weights as codes: a[0] channel l/4 and k 2(l%4) + {0, 1, 8, 9},
+// a[1] channel l/4 + 8 and the same k. code_row.h says what they are for.
+template <int K>
+KILN_FN void DecodeNpkCodes(const SpanBits& bits, u32 a[2]) {
+  static_assert(K >= kNpkBitsMin && K <= kNpkBitsMax, "NPK-1 has K = 2..5");
+  u32 v[4];
+  DecodeFragment<kCodebookMcg, K>(bits, v);
+  a[0] = RoundDoublesToE4m3(v[0], v[2]);
+  a[1] = RoundDoublesToE4m3(v[1], v[3]);
 }
 
 }  // namespace kd

@@ -9,10 +9,10 @@
 
 namespace kd {
 
-// A warp holds four blocks of 32, lane l elements 4l .. 4l + 3. Replaces each
-// by the value of its E4M3 number and returns the scale of the lane's block. A
-// block with an infinity or NaN becomes all NaN.
-KILN_FN float RoundToMxfp8(float (&v)[4]) {
+// A warp holds four blocks of 32, lane l elements 4l .. 4l + 3. Gives the codes
+// of the lane's four and returns the scale of its block. A block with an
+// infinity or NaN becomes all NaN.
+KILN_FN u8 QuantizeToMxfp8(const float (&v)[4], u8 (&codes)[4]) {
   // Eight lanes hold a block. Magnitudes order as their bits; NaN is above
   // infinity.
   u32 largest = 0;
@@ -32,9 +32,16 @@ KILN_FN float RoundToMxfp8(float (&v)[4]) {
                             ? Ue8m0ToFloat(scale)
                             : BitsFloat((254u - scale) << 23);
   KILN_UNROLLED
-  for (u32 i = 0; i < 4; ++i) {
-    v[i] = E4m3ToFloat(FloatToE4m3(v[i] * inverse));
-  }
+  for (u32 i = 0; i < 4; ++i) codes[i] = FloatToE4m3(v[i] * inverse);
+  return scale;
+}
+
+// The same, with the value of each code in its place and that of the scale.
+KILN_FN float RoundToMxfp8(float (&v)[4]) {
+  u8 codes[4];
+  const u8 scale = QuantizeToMxfp8(v, codes);
+  KILN_UNROLLED
+  for (u32 i = 0; i < 4; ++i) v[i] = E4m3ToFloat(codes[i]);
   return Ue8m0ToFloat(scale);
 }
 

@@ -16,6 +16,8 @@
 //   KILN_ACTIVATION_BITS, the arm: 16 (W4A16) or 8 (W4A8),
 //   and KILN_PART: 0 support entries (table, route, rotate, activate, combine),
 //   1 fc1 and fc2
+//   KILN_OPERAND_CODES (W4A8): 1: the tensor core multiplies E4M3 codes
+//   (sm_89, and sm_120 and its family)
 // Axes, read by part 1 only:
 //   KILN_TOKENS_TILE T     8 or a multiple of 16 up to 128: rows of one expert
 //                          per block
@@ -27,15 +29,25 @@
 //   KILN_CODEWORDS         0: fc1 decodes weights by their ranks, as fc2 does;
 //                          1: by a table of all states, which each launch makes
 //                          (W4A16 alone)
-// (C / 16 / warps) * (T / 8) * 4 sums per thread must not exceed 128.
+//   KILN_BLOCK_SCALED      with codes, 1: the tensor core takes the scales of
+//   32
+//                          input channels (sm_120a, sm_121a); 0: it does not
+// (C / 16 / warps) * (T / 8) * 4 sums per thread must not exceed 128; with
+// codes that is (C / 16 / warps) * (T / 8 * 4 + 20) and 144, and the K tile is
+// 128.
 //
 // Shape of the computation: that of cuda.cu. Weights are the A operand of
 // mma.sync.m16n8k16, decoded into the lanes that need them; tokens are N. What
 // is multiplied is exact: weights are E4M3, which binary16 and bfloat16 hold.
 // W4A16 multiplies binary16. W4A8 multiplies bfloat16, which holds an E4M3
-// number times any scale of its block, so that no scale is left to the product.
+// number times any scale of its block, so that no scale is left to the product;
+// or E4M3 codes, as code_product.h says.
 // The order of a sum depends on the number of K slices alone: all axes but
 // split-K give bit-identical results.
+
+#ifndef KILN_OPERAND_CODES
+#define KILN_OPERAND_CODES 0
+#endif
 
 #include "cuda/grouped.h"
 #include "cuda/ring.h"
@@ -45,9 +57,13 @@
 #include "device/hadamard.h"
 #include "device/half.h"
 #include "device/platform.h"
+#include "fused_moe/code_row.h"
 #include "fused_moe/mx_warp.h"
 #include "fused_moe/situ.h"
 #include "fused_moe/sqg_fragment.h"
+#if KILN_OPERAND_CODES
+#include "fused_moe/code_product.h"
+#endif
 
 namespace {
 
@@ -81,6 +97,15 @@ static_assert(kHidden % 128 == 0, "H128");
 static_assert(kExperts >= 1 && kExperts <= 1024, "E in 1..1024");
 static_assert(KILN_ACTIVATION_BITS == 8 || KILN_ACTIVATION_BITS == 16,
               "activations have 8 or 16 bits");
+static_assert(kQuantised || !KILN_OPERAND_CODES, "codes are those of W4A8");
+
+// What an operand is made of: with codes bytes, a row of kDepth channels has
+// ScaledRowBytes(kDepth); otherwise kDepth numbers.
+#if KILN_OPERAND_CODES
+using Value = u8;
+#else
+using Value = u16;
+#endif
 
 }  // namespace
 
@@ -100,10 +125,33 @@ using RouteId = long long;
 using RouteId = int;
 #endif
 
-// Rounds to an operand and stores: binary16, in the arm of 8 bits then MXFP8,
-// as the bfloat16 numbers that its blocks stand for. A warp holds 128
-// neighbours, lane l those from 4l on, which `to` points at.
-__device__ __forceinline__ void StoreOperand(const float (&v)[4], u16* to) {
+// StoreOperand rounds to a row of an operand and stores: binary16, in the arm
+// of 8 bits then MXFP8, as codes and scales or as the bfloat16 numbers that its
+// blocks stand for. A warp holds 128 neighbours, lane l those from 4l on, of
+// which `column` is the first.
+#if KILN_OPERAND_CODES
+
+template <u32 kDepth>
+__device__ __forceinline__ void StoreOperand(const float (&v)[4],
+                                             Value* operand, u64 row,
+                                             u32 column) {
+  float rounded[4];
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) rounded[i] = kd::round_f16(v[i]);
+  u8 codes[4];
+  const u8 scale = kd::QuantizeToMxfp8(rounded, codes);
+  Value* to = operand + row * kd::ScaledRowBytes(kDepth);
+  kd::StoreCodes(codes, column, to);
+  if (column % kd::kMxBlock == 0) to[kDepth + column / kd::kMxBlock] = scale;
+}
+
+#else
+
+template <u32 kDepth>
+__device__ __forceinline__ void StoreOperand(const float (&v)[4],
+                                             Value* operand, u64 row,
+                                             u32 column) {
+  Value* to = operand + row * kDepth + column;
   if constexpr (!kQuantised) {
     kd::Store4(to, v);
   } else {
@@ -120,6 +168,8 @@ __device__ __forceinline__ void StoreOperand(const float (&v)[4], u16* to) {
   }
 }
 
+#endif  // KILN_OPERAND_CODES
+
 // One 128 block of both operands of fc1: x of a token, times the input scales
 // of a row of the tables, H128.
 //   column: the lane's first channel
@@ -127,8 +177,8 @@ __device__ __forceinline__ void Rotate(const u16* __restrict__ x,
                                        const u16* __restrict__ gate_suh,
                                        const u16* __restrict__ up_suh,
                                        u64 token, u64 table, u64 to, u32 column,
-                                       u32 lane, u16* gate_operand,
-                                       u16* up_operand) {
+                                       u32 lane, Value* gate_operand,
+                                       Value* up_operand) {
   float gate[4];
   kd::LoadX4<KILN_X_BF16 != 0>(x + token * kHidden + column, gate);
   float up[4] = {gate[0], gate[1], gate[2], gate[3]};
@@ -141,8 +191,8 @@ __device__ __forceinline__ void Rotate(const u16* __restrict__ x,
   }
   kd::WarpHadamard128(gate, lane);
   kd::WarpHadamard128(up, lane);
-  StoreOperand(gate, gate_operand + to * kHidden + column);
-  StoreOperand(up, up_operand + to * kHidden + column);
+  StoreOperand<kHidden>(gate, gate_operand, to, column);
+  StoreOperand<kHidden>(up, up_operand, to, column);
 }
 
 // Block e sorts expert e's routes and finds where its words are: places[e] is
@@ -208,16 +258,14 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
 
 // With shared tables the operands do not depend on the routes: blocks beyond
 // the experts rotate, one 128 block of one token per warp.
-extern "C" __global__ void __launch_bounds__(kRouteThreads)
-    kiln_qsrt_route(const RouteId* __restrict__ ids,
-                    const i32* __restrict__ modes_fc1,
-                    const i32* __restrict__ modes_fc2, Row* __restrict__ rows,
-                    u32* __restrict__ positions, Tile* __restrict__ tiles,
-                    Totals* __restrict__ totals, u32* __restrict__ places,
-                    const u16* __restrict__ x, const u16* __restrict__ gate_suh,
-                    const u16* __restrict__ up_suh,
-                    u16* __restrict__ gate_operand,
-                    u16* __restrict__ up_operand, u32 tokens, u32 tokens_tile) {
+extern "C" __global__ void __launch_bounds__(kRouteThreads) kiln_qsrt_route(
+    const RouteId* __restrict__ ids, const i32* __restrict__ modes_fc1,
+    const i32* __restrict__ modes_fc2, Row* __restrict__ rows,
+    u32* __restrict__ positions, Tile* __restrict__ tiles,
+    Totals* __restrict__ totals, u32* __restrict__ places,
+    const u16* __restrict__ x, const u16* __restrict__ gate_suh,
+    const u16* __restrict__ up_suh, Value* __restrict__ gate_operand,
+    Value* __restrict__ up_operand, u32 tokens, u32 tokens_tile) {
   kd::BeginStep();
   if (blockIdx.x < kExperts) {
     RouteExpert(ids, modes_fc1, modes_fc2, rows, positions, tiles, totals,
@@ -251,8 +299,8 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     kiln_qsrt_rotate(const u16* __restrict__ x,
                      const u16* __restrict__ gate_suh,
                      const u16* __restrict__ up_suh, const Row* rows,
-                     const Totals* totals, u16* __restrict__ gate_operand,
-                     u16* __restrict__ up_operand) {
+                     const Totals* totals, Value* __restrict__ gate_operand,
+                     Value* __restrict__ up_operand) {
   kd::BeginStep();
   const u32 lane = threadIdx.x % 32;
   const u32 item = blockIdx.x * kHelperWarps + threadIdx.x / 32;
@@ -272,7 +320,8 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
                        const i32* __restrict__ activations,
 #endif
                        const Row* rows, const Totals* totals,
-                       u16* __restrict__ mid_operand, u32 tokens, u32 slices) {
+                       Value* __restrict__ mid_operand, u32 tokens,
+                       u32 slices) {
   kd::BeginStep();
   const u32 lane = threadIdx.x % 32;
   const u32 item = blockIdx.x * kHelperWarps + threadIdx.x / 32;
@@ -305,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
   }
   kd::Scale4(table + 2 * kInter, value);
   kd::WarpHadamard128(value, lane);
-  StoreOperand(value, mid_operand + static_cast<u64>(at) * kInter + column);
+  StoreOperand<kInter>(value, mid_operand, at, column);
 }
 
 // Behind the products: one 128 block of one token per warp. With shared tables
@@ -359,14 +408,21 @@ constexpr u32 kDepthTile = KILN_K_TILE;
 constexpr u32 kWarps = KILN_WARPS;
 constexpr u32 kStages = KILN_STAGES;
 constexpr u32 kThreads = kWarps * 32;
+// Per SM. With 1 ptxas takes as many registers as one block may have; with 0,
+// no bound, large tiles of codes spill a few.
+constexpr u32 kBlocksMin = KILN_OPERAND_CODES && kTokens > 16 ? 1 : 0;
 
 constexpr u32 kDepthSteps = kDepthTile / 16;   // mma steps per stage
 constexpr u32 kStrips = kChannels / 16;        // 16-channel strips per block
 constexpr u32 kWarpStrips = kStrips / kWarps;  // and per warp
 constexpr u32 kTokenGroups = kTokens / 8;      // mma columns
 constexpr u32 kStagesPerBlock = 128 / kDepthTile;  // of 128 input channels
+#if KILN_OPERAND_CODES
+using OperandTile = kd::CodeTile<kThreads, kTokens>;
+#else
 using OperandTile = kd::OperandTile<kThreads, kTokens, kDepthTile>;
 constexpr u32 kRowHalves = OperandTile::kRowHalves;
+#endif
 
 constexpr u32 kBitsMax = 4;
 
@@ -380,15 +436,24 @@ static_assert(kDepthTile == 64 || kDepthTile == 128, "K tile: 64 or 128");
 static_assert(kRecord % kChannels == 0, "C divides a record");
 static_assert(kStrips % kWarps == 0, "C must be at least 16 * warps");
 static_assert(kStages >= 2, "at least two stages");
+#if KILN_OPERAND_CODES
+static_assert(kDepthTile == kd::kCodeDepth, "what a word of scales is for");
+static_assert(kWarpStrips * (kTokenGroups * 4 + 20) <= 144,
+              "too many registers per lane");
+#else
 static_assert(kWarpStrips * kTokenGroups * 4 <= 128, "too many sums per lane");
+#endif
 static_assert(kOtherLow + kOtherHigh >= 6, "no expert is shorter than P33");
 static_assert(!KILN_CODEWORDS || !kQuantised,
               "a table of all states is for binary16");
 
-// Binary16, or bfloat16 where operands are.
-constexpr u32 kFraction = kQuantised ? 7 : 10;
-__device__ constexpr kd::SqgTable<u16> kTable =
-    kd::MakeSqgTable<u16>(kd::SqgNumber<kFraction>());
+// What operands are: codes, bfloat16 or binary16.
+#if KILN_OPERAND_CODES
+using Number = kd::SqgCode;
+#else
+using Number = kd::SqgNumber<kQuantised ? 7 : 10>;
+#endif
+__device__ constexpr kd::SqgTable<u16> kTable = kd::MakeSqgTable<u16>(Number());
 
 __device__ __forceinline__ const unsigned char* TableByRank() {
   return reinterpret_cast<const unsigned char*>(kTable.value);
@@ -435,6 +500,15 @@ struct ByRank {
 
   u32 table;  // its address
 
+#if KILN_OPERAND_CODES
+  template <int kBits>
+  __device__ __forceinline__ void Decode(const kd::SpanBits& bits,
+                                         u32 (&codes)[2]) const {
+    kd::DecodeSqgCodes<kBits>(
+        bits, [this](u32 offset) { return kd::LoadShared8(table + offset); },
+        codes);
+  }
+#else
   template <int kBits>
   __device__ __forceinline__ void Decode(const kd::SpanBits& bits,
                                          u32 (&a)[4]) const {
@@ -442,6 +516,7 @@ struct ByRank {
         bits, [this](u32 offset) { return kd::LoadShared16(table + offset); },
         a);
   }
+#endif
 };
 
 #if KILN_CODEWORDS
@@ -464,7 +539,42 @@ using Fc1Decoder = ByState;
 using Fc1Decoder = ByRank;
 #endif
 
-// Adds a stage to the sums.
+// AddStage adds a stage to the sums.
+#if KILN_OPERAND_CODES
+
+template <int kBits, class Decoder>
+__device__ __forceinline__ void AddStage(const Decoder& decoder,
+                                         const unsigned char* stage, u32 rows,
+                                         Sums& sums) {
+  constexpr u32 kTileWords = kd::kTileWords<kBits>;
+  const kd::LaneSpan<kBits> span = kd::FindLaneSpan<kBits>(threadIdx.x % 32);
+  const u32* tiles = reinterpret_cast<const u32*>(stage) +
+                     threadIdx.x / 32 * (kWarpStrips * kTileWords);
+  kd::StripScales<KILN_BLOCK_SCALED != 0> scales[kWarpStrips];
+#pragma unroll
+  for (u32 i = 0; i < kWarpStrips; ++i) scales[i].SetOne();
+#pragma unroll 1
+  for (u32 fold = 0; fold < kDepthTile / kd::kMxBlock; fold += kd::kCodeFolds) {
+    u32 a[kd::kCodeFolds][kWarpStrips][4];
+#pragma unroll
+    for (u32 i = 0; i < kWarpStrips; ++i) {
+#pragma unroll
+      for (u32 half = 0; half < 2 * kd::kCodeFolds; ++half) {
+        const u32* tile =
+            tiles + ((2 * fold + half) * kStrips + i) * kTileWords;
+        u32 codes[2];
+        decoder.template Decode<kBits>(kd::LoadSpan(tile, span), codes);
+        a[half / 2][i][half % 2 * 2] = codes[0];
+        a[half / 2][i][half % 2 * 2 + 1] = codes[1];
+      }
+    }
+    kd::AddCodes<OperandTile>(a, scales, stage + kWeightBytes, fold, rows,
+                              sums);
+  }
+}
+
+#else
+
 template <int kBits, class Decoder>
 __device__ __forceinline__ void AddStage(const Decoder& decoder,
                                          const unsigned char* stage, u32 rows,
@@ -516,8 +626,10 @@ __device__ __forceinline__ void AddStage(const Decoder& decoder,
   }
 }
 
+#endif  // KILN_OPERAND_CODES
+
 // What a block multiplies: kParts parts of equally many input channels, one
-// behind the other, and an operand [rows][kDepth].
+// behind the other, and an operand of rows of kDepth.
 template <u32 kDepth, u32 kParts, class Decoder>
 struct Product {
   // Of a part, counted through all parts.
@@ -525,7 +637,7 @@ struct Product {
 
   Part parts[kParts];
   const unsigned char* table;  // of the decoder
-  const u16* operand;
+  const Value* operand;
   OperandTile rows;
 
   __device__ __forceinline__ Part PartOf(u32 stage) const {
@@ -546,7 +658,14 @@ struct Product {
   }
 
   __device__ __forceinline__ void CopyOperand(u32 stage, u32 to) const {
+#if KILN_OPERAND_CODES
+    constexpr u32 kRowBytes = kd::ScaledRowBytes(kDepth);
+    rows.template Copy<kRowBytes, kRowBytes / 4>(
+        operand, reinterpret_cast<const u32*>(operand + kDepth), stage,
+        to + kWeightBytes);
+#else
     rows.template Copy<kDepth>(operand, stage * kDepthTile, to + kWeightBytes);
+#endif
   }
 
   // sums = this block's slice of operand x weights.
@@ -604,8 +723,8 @@ struct Product {
 
 // Block x: tile x / (2I / C) and C of the 2I channels gate | up, all of one
 // record; block y: slice of K.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    kiln_qsrt_fc1(const u16* gate_operand, const u16* up_operand,
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksMin)
+    kiln_qsrt_fc1(const Value* gate_operand, const Value* up_operand,
                   const u16* __restrict__ w_gate, const u16* __restrict__ w_up,
                   [[maybe_unused]] const Row* rows, const Tile* tiles,
                   const Totals* totals, const u32* places,
@@ -638,18 +757,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   product.table = TableByRank();
 #endif
   product.operand = is_up ? up_operand : gate_operand;
-#pragma unroll
-  for (u32 i = 0; i < OperandTile::kCopies; ++i) {
-    const u32 row = OperandTile::RowOf(i);
-    product.rows.source[i] = kNone;
-    if (row < tile.rows) {
+  product.rows.Find(tile.rows, [&](u32 row) {
 #if KILN_SHARED_SUH
-      product.rows.source[i] = rows[tile.first + row].route / kTopK;
+    return rows[tile.first + row].route / kTopK;
 #else
-      product.rows.source[i] = tile.first + row;
+    return tile.first + row;
 #endif
-    }
-  }
+  });
   Sums sums = {};
   product.Multiply(tile.rows, sums);
   kd::StoreSums<2 * kInter, Fc1Decoder::kTimes>(
@@ -658,8 +772,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 // Block x: tile x / (H / C) and C of the H channels; block y: slice of K.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    kiln_qsrt_fc2(const u16* mid_operand, const u16* __restrict__ w_down,
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksMin)
+    kiln_qsrt_fc2(const Value* mid_operand, const u16* __restrict__ w_down,
                   const Tile* tiles, const Totals* totals, const u32* places,
                   void* __restrict__ fc2, u32 tokens) {
   kd::BeginStep();
@@ -684,11 +798,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   product.table = TableByRank();
   product.operand = mid_operand;
-#pragma unroll
-  for (u32 i = 0; i < OperandTile::kCopies; ++i) {
-    const u32 row = OperandTile::RowOf(i);
-    product.rows.source[i] = row < tile.rows ? tile.first + row : kNone;
-  }
+  product.rows.Find(tile.rows, [&](u32 row) { return tile.first + row; });
   Sums sums = {};
   product.Multiply(tile.rows, sums);
   kd::StoreSums<kHidden, ByRank::kTimes>(sums, fc2,

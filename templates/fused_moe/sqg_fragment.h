@@ -1,7 +1,7 @@
 // The eight weights that one lane of a warp decodes from a tile of the codebook
-// sqg_e4m3, as the A fragment of mma.m16n8k16: device/fragment.h finds the
-// lane's part of the tile, this finds where in a table the values of its states
-// are.
+// sqg_e4m3, as the A fragment of mma.m16n8k16 or half of that of an
+// mma.m16n8k32 of E4M3 codes: device/fragment.h finds the lane's part of the
+// tile, this finds where in a table the values of its states are.
 //
 // Plain code on the CPU, so tests can hold it against the codebook without a
 // GPU.
@@ -41,6 +41,13 @@ struct SqgNumber {
                                                       << (kFraction - power);
     }
     return static_cast<u16>(bits | (negative ? kSign : 0u));
+  }
+};
+
+// Its code, in the low byte.
+struct SqgCode {
+  KILN_FN constexpr u16 operator()(u32 code, bool negative) const {
+    return static_cast<u16>(code | (negative ? 0x80u : 0u));
   }
 };
 
@@ -105,6 +112,21 @@ KILN_FN void DecodeSqgFragment(const SpanBits& bits, Number number, u32 a[4]) {
   a[1] = number(offset[4]) | number(offset[5]) << 16;
   a[2] = number(offset[2]) | number(offset[3]) << 16;
   a[3] = number(offset[6]) | number(offset[7]) << 16;
+}
+
+// The lane's weights as codes: a[0] channel l/4 and k 2(l%4) + {0, 1, 8, 9},
+// a[1] channel l/4 + 8 and the same k. code_row.h says what they are for.
+//   code(offset): the byte at an offset of the table
+template <int K, class Code>
+KILN_FN void DecodeSqgCodes(const SpanBits& bits, Code code, u32 a[2]) {
+  u32 offset[8];
+  SqgOffsets<K>(bits, ReverseBits(bits.low), offset);
+  KILN_UNROLLED
+  for (u32 i = 0; i < 2; ++i) {
+    const u32* of = offset + 4 * i;
+    a[i] =
+        code(of[0]) | code(of[1]) << 8 | code(of[2]) << 16 | code(of[3]) << 24;
+  }
 }
 
 // Rank / 16 of a state of K bits.

@@ -30,14 +30,7 @@ constexpr uint32_t kRotations = 8;
 // Sums that a thread may hold without spilling.
 constexpr int64_t kSumsMax = 128;
 
-// Largest relative Frobenius error of an output row of W4A8 with one term
-// against ReferenceMode::kStagedW4A8. A result of fc1 next to the middle of two
-// binary16 numbers may be rounded to the other one; an operand of fc2 may then
-// move by one step of E4M3, an eighth of itself. One such step is up to 5e-3 of
-// a row (intermediate 128, one route); not to quantise at all is 5e-2. With two
-// terms the second takes back what the first moved.
-constexpr double kOneTermTolerance = 1e-2;
-
+// With two terms the second takes back what a step of the first moved.
 double Tolerance(MxArm arm) {
   switch (arm) {
     case MxArm::kSmallM:
@@ -45,7 +38,7 @@ double Tolerance(MxArm arm) {
       return MxTolerance(arm);
     case MxArm::kDirect:
     case MxArm::kGrouped:
-      return kOneTermTolerance;
+      return kMxOneTermTolerance;
   }
   KILN_UNREACHABLE();
 }
@@ -55,9 +48,11 @@ constexpr const char* kHeaders[] = {"cuda/grouped.h",
                                     "cuda/ring.h",
                                     "cuda/warp.h",
                                     "formats/npk_law.h",
+                                    "fused_moe/code_row.h",
                                     "fused_moe/mx_block.h",
                                     "fused_moe/mx_boundary.h",
                                     "fused_moe/mx_fragment.h",
+                                    "fused_moe/mx_scales.h",
                                     "fused_moe/mx_warp.h"};
 
 // Rows of one expert that a tile has: with two terms a row is two columns of
@@ -159,7 +154,11 @@ class Template : public KernelTemplate {
     body.deterministic = true;
     body.overlapped = problem.device.target.level >= 90;
     body.params = MxParams(problem.geometry);
-    AddSteps(problem, AxisPoint(&axes, assignment), &body);
+    const AxisPoint point(&axes, assignment);
+    MxOperands operands;
+    operands.scale_bytes = arm == MxArm::kSmallM ? 0 : 4;
+    operands.product_shared_bytes = SharedBytes(problem.geometry, point);
+    AddSteps(problem, point, operands, &body);
     return body;
   }
 
@@ -276,10 +275,10 @@ class Template : public KernelTemplate {
     return unit;
   }
 
-  // Steps, arguments and slices as README.md, "TrellisMX weights on CUDA",
-  // lists them.
+ public:
+  // AddMxSteps.
   static void AddSteps(const Problem& problem, const AxisPoint& assignment,
-                       PlanBody* body) {
+                       const MxOperands& operands, PlanBody* body) {
     const RequestGeometry& geometry = problem.geometry;
     const uint32_t tile = RowsOf(problem, assignment.at("tokens_tile"));
     const uint64_t terms = MxActivationTerms(problem);
@@ -287,7 +286,6 @@ class Template : public KernelTemplate {
     const auto threads = static_cast<uint32_t>(assignment.at("warps") * 32);
     const auto split1 = static_cast<uint32_t>(assignment.at("split_fc1"));
     const auto split2 = static_cast<uint32_t>(assignment.at("split_fc2"));
-    const bool quantised = assignment.at("activation_bits") == 8;
     const auto hidden = static_cast<uint32_t>(geometry.hidden);
     const auto inter = static_cast<uint32_t>(geometry.intermediate);
     const auto experts = static_cast<uint32_t>(geometry.experts);
@@ -300,19 +298,21 @@ class Template : public KernelTemplate {
       return Arg::Arena(arena.Add(name, bytes));
     };
     const auto scales = [&](uint64_t values) {
-      return quantised ? terms * values / kScaleBlock * 4 : 0;
+      return terms * values / kScaleBlock * operands.scale_bytes;
     };
     const Arg tiles =
         slice("tiles", 16 * FusedMoeTilesMax(geometry, tile, capacity));
     const Arg totals = slice("totals", 16);
     const Arg rows = slice("rows", 8 * routes);
     const Arg positions = slice("positions", 4 * routes);
-    const Arg x_values = slice("x_values", 2 * terms * hidden * capacity);
+    const Arg x_values =
+        slice("x_values", operands.value_bytes * terms * hidden * capacity);
     const Arg x_scales = slice("x_scales", scales(uint64_t{hidden} * capacity));
     const Arg fc1 =
         slice("fc1", split1 == 1 ? uint64_t{4} * inter * routes
                                  : uint64_t{8} * inter * split1 * routes);
-    const Arg mid_values = slice("mid_values", 2 * terms * inter * routes);
+    const Arg mid_values =
+        slice("mid_values", operands.value_bytes * terms * inter * routes);
     const Arg mid_scales = slice("mid_scales", scales(inter * routes));
     const Arg fc2 =
         slice("fc2", split2 == 1 ? uint64_t{2} * hidden * routes
@@ -335,8 +335,7 @@ class Template : public KernelTemplate {
       step.args = std::move(args);
       body->steps.push_back(std::move(step));
     };
-    const auto shared =
-        static_cast<uint32_t>(SharedBytes(geometry, assignment));
+    const auto shared = static_cast<uint32_t>(operands.product_shared_bytes);
     // Blocks beyond the experts rotate the tokens.
     add("route", 0,
         LaunchDim::Of(
@@ -366,6 +365,11 @@ class Template : public KernelTemplate {
 };
 
 }  // namespace
+
+void AddMxSteps(const Problem& problem, const AxisPoint& point,
+                const MxOperands& operands, PlanBody* body) {
+  Template::AddSteps(problem, point, operands, body);
+}
 
 const KernelTemplate* FusedMoeMxCudaTemplate() {
   static const auto* const instance = new Template;

@@ -5,11 +5,38 @@
 #ifndef KILN_TEMPLATES_FUSED_MOE_TEMPLATE_MX_CUDA_H_
 #define KILN_TEMPLATES_FUSED_MOE_TEMPLATE_MX_CUDA_H_
 
+#include <cstdint>
+
 #include "compiler/spec/kernel_template.h"
+#include "compiler/spec/plan.h"
+#include "templates/axes.h"
 
 namespace kiln {
 
 const KernelTemplate* FusedMoeMxCudaTemplate();
+
+// ---- what template_mx_qmma.cc shares ---------------------------------------
+
+// Largest relative Frobenius error of an output row of W4A8 with one term
+// against ReferenceMode::kStagedW4A8. A result of fc1 next to the middle of two
+// binary16 numbers may be rounded to the other one; an operand of fc2 may then
+// move by one step of E4M3, an eighth of itself. One such step is up to 5e-3 of
+// a row (intermediate 128, one route); not to quantise at all is 5e-2.
+inline constexpr double kMxOneTermTolerance = 1e-2;
+
+// How the two products read their operands.
+struct MxOperands {
+  uint32_t value_bytes = 2;          // of a number
+  uint32_t scale_bytes = 0;          // of the scale of 32; 0 without scales
+  int64_t product_shared_bytes = 0;  // dynamic, of a block of either product
+};
+
+// Steps, arguments and slices as README.md, "TrellisMX weights on CUDA", lists
+// them. The point has the axes tokens_tile, channels_tile, warps, split_fc1 and
+// split_fc2. Program 0 of the candidate is part 0 of mx_cuda.cu, program 1 has
+// kiln_mx_fc1 and kiln_mx_fc2.
+void AddMxSteps(const Problem& problem, const AxisPoint& point,
+                const MxOperands& operands, PlanBody* body);
 
 }  // namespace kiln
 

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "compiler/base/status_macros.h"
 #include "templates/axes.h"
+#include "templates/fused_moe/code_target.h"
 #include "templates/fused_moe/grouped_cost.h"
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/op_qsrt.h"
@@ -35,10 +36,18 @@ constexpr int64_t kStateTableBytes = 65536;
 constexpr int64_t kBitsMax = 4;  // of a record
 
 // Headers of qsrt_cuda.cu beside those of device/.
-constexpr const char* kHeaders[] = {
-    "cuda/grouped.h",           "cuda/ring.h",          "cuda/warp.h",
-    "fused_moe/mx_block.h",     "fused_moe/mx_warp.h",  "fused_moe/situ.h",
-    "fused_moe/sqg_fragment.h", "fused_moe/sqg_table.h"};
+constexpr const char* kHeaders[] = {"cuda/e4m3.h",
+                                    "cuda/grouped.h",
+                                    "cuda/ring.h",
+                                    "cuda/warp.h",
+                                    "fused_moe/code_product.h",
+                                    "fused_moe/code_row.h",
+                                    "fused_moe/mx_block.h",
+                                    "fused_moe/mx_scales.h",
+                                    "fused_moe/mx_warp.h",
+                                    "fused_moe/situ.h",
+                                    "fused_moe/sqg_fragment.h",
+                                    "fused_moe/sqg_table.h"};
 
 int64_t BitsOf(QsrtArm arm) { return arm == QsrtArm::kW4A16 ? 16 : 8; }
 
@@ -52,13 +61,23 @@ int64_t Fc1TableBytes(const AxisPoint& point) {
   return point.at("codewords") == 1 ? kStateTableBytes : kRankTableBytes;
 }
 
+bool HasCodes(const AxisPoint& point) { return point.at("operand_codes") == 1; }
+
 // A table, and a ring of packed weights, with room for those of the highest
 // rate, and padded operand rows.
 int64_t SharedBytes(int64_t table_bytes, const AxisPoint& point) {
   const int64_t k_tile = point.at("k_tile");
-  return table_bytes + point.at("stages") *
-                           (k_tile * point.at("channels_tile") * kBitsMax / 8 +
-                            point.at("tokens_tile") * (k_tile + 8) * 2);
+  return table_bytes +
+         point.at("stages") *
+             (k_tile * point.at("channels_tile") * kBitsMax / 8 +
+              point.at("tokens_tile") *
+                  (HasCodes(point) ? kCodeStageRowBytes : (k_tile + 8) * 2));
+}
+
+// Of a row of an operand of codes, and of its scales behind them: the kernel's
+// ScaledRowBytes.
+uint64_t ScaledRowBytes(uint64_t channels) {
+  return channels + (channels / 32 + 15) / 16 * 16;
 }
 
 class Template : public KernelTemplate {
@@ -71,8 +90,8 @@ class Template : public KernelTemplate {
     static const Digest digest = [] {
       std::vector<std::string> files(std::begin(kHeaders), std::end(kHeaders));
       for (const char* file :
-           {"axes.cc", "fused_moe/grouped_cost.cc", "fused_moe/op.cc",
-            "fused_moe/op_qsrt.cc", "fused_moe/qsrt_cuda.cu",
+           {"axes.cc", "fused_moe/code_target.cc", "fused_moe/grouped_cost.cc",
+            "fused_moe/op.cc", "fused_moe/op_qsrt.cc", "fused_moe/qsrt_cuda.cu",
             "fused_moe/template_qsrt_cuda.cc"}) {
         files.push_back(file);
       }
@@ -134,24 +153,28 @@ class Template : public KernelTemplate {
     if (!broken.empty()) return absl::InvalidArgumentError(broken);
     ASSIGN_OR_RETURN(const QsrtArm arm,
                      QsrtArmOf(problem.geometry, problem.interval));
+    const Target& target = problem.device.target;
     PlanBody body;
     body.template_name = std::string(name());
     body.template_version = version();
     body.assignment = assignment;
     // A sum's order depends on the number of K slices alone.
-    body.numerics_class = absl::StrCat("qsrt.", QsrtArmName(arm), ".mma.fc1x",
-                                       assignment.at("split_fc1"), ".fc2x",
-                                       assignment.at("split_fc2"));
+    const AxisPoint point(&axes, assignment);
+    body.numerics_class = absl::StrCat(
+        "qsrt.", QsrtArmName(arm),
+        HasCodes(point) ? absl::StrCat(".qmma.", CodeSums(target)) : ".mma",
+        ".fc1x", assignment.at("split_fc1"), ".fc2x",
+        assignment.at("split_fc2"));
     body.tolerance = QsrtTolerance(arm);
     body.deterministic = true;
-    body.overlapped = problem.device.target.level >= 90;
+    body.overlapped = target.level >= 90;
     body.params = QsrtParams(problem.geometry);
-    AddSteps(problem, AxisPoint(&axes, assignment), &body);
+    AddSteps(problem, point, &body);
     return body;
   }
 
   std::vector<SourceUnit> MakeUnits(
-      const RequestGeometry& geometry, const Target&,
+      const RequestGeometry& geometry, const Target& target,
       const Assignment& assignment) const override {
     std::vector<std::string> support = {"kiln_qsrt_activate",
                                         "kiln_qsrt_combine"};
@@ -161,17 +184,25 @@ class Template : public KernelTemplate {
     if (assignment.at("activation_bits") == 16) {
       support.push_back("kiln_qsrt_table");
     }
-    return {
-        Unit(geometry, assignment, 0, {"activation_bits"}, std::move(support)),
-        Unit(geometry, assignment, 1,
-             {"activation_bits", "tokens_tile", "channels_tile", "k_tile",
-              "warps", "stages", "codewords"},
-             {"kiln_qsrt_fc1", "kiln_qsrt_fc2"})};
+    std::string products =
+        AxisPrelude(assignment, {"activation_bits", "operand_codes",
+                                 "tokens_tile", "channels_tile", "k_tile",
+                                 "warps", "stages", "codewords"});
+    if (assignment.at("operand_codes") == 1) {
+      absl::StrAppend(&products, "#define KILN_BLOCK_SCALED ",
+                      IsBlockScaled(target) ? 1 : 0, "\n");
+    }
+    return {Unit(geometry, assignment, 0,
+                 AxisPrelude(assignment, {"activation_bits", "operand_codes"}),
+                 std::move(support)),
+            Unit(geometry, assignment, 1, products,
+                 {"kiln_qsrt_fc1", "kiln_qsrt_fc2"})};
   }
 
  private:
   static std::vector<Axis> Axes() {
     return {{"activation_bits", {16, 8}},
+            {"operand_codes", {0, 1}},
             {"tokens_tile", {8, 16, 32, 48, 64, 96, 128}},
             {"channels_tile", {64, 128}},
             {"k_tile", {64, 128}},
@@ -182,14 +213,18 @@ class Template : public KernelTemplate {
             {"split_fc2", {1, 2}}};
   }
 
-  // Points of both ways to decode in turn, each in its order: which is faster
-  // is for a race to say, however short the prefix that it takes.
+  // Points of both ways to decode, or with and without codes, in turn, each in
+  // its order: which is faster is for a race to say, however short the prefix
+  // that it takes.
   static void Alternate(std::vector<Assignment>* points) {
     if (points->empty()) return;
-    const int64_t first = points->front().at("codewords");
+    const auto way = [](const Assignment& point) {
+      return std::pair(point.at("codewords"), point.at("operand_codes"));
+    };
     const auto other = std::stable_partition(
-        points->begin(), points->end(), [first](const Assignment& point) {
-          return point.at("codewords") == first;
+        points->begin(), points->end(),
+        [&way, first = way(points->front())](const Assignment& point) {
+          return way(point) == first;
         });
     std::vector<Assignment> turns;
     auto a = points->begin();
@@ -217,6 +252,19 @@ class Template : public KernelTemplate {
           "codewords 1 is a table of the w4a16 arm, not of the ",
           QsrtArmName(*arm), " arm");
     }
+    if (HasCodes(point) && *arm != QsrtArm::kW4A8) {
+      return absl::StrCat("operand_codes 1 is of the w4a8 arm, not of the ",
+                          QsrtArmName(*arm), " arm");
+    }
+    const Target& target = problem.device.target;
+    if (HasCodes(point) && !MultipliesE4m3(target)) {
+      return absl::StrCat("operand_codes 1: the tensor cores of ",
+                          target.ToString(), " do not multiply E4M3");
+    }
+    if (HasCodes(point) && point.at("k_tile") != kCodeDepth) {
+      return absl::StrCat("operand_codes 1 has a k_tile of ", kCodeDepth,
+                          ", not of ", point.at("k_tile"));
+    }
     const int64_t channels = point.at("channels_tile");
     const int64_t warps = point.at("warps");
     if (channels < 16 * warps) {
@@ -225,7 +273,11 @@ class Template : public KernelTemplate {
     }
     const int64_t sums =
         channels / 16 / warps * point.at("tokens_tile") / 8 * 4;
-    if (sums > kSumsMax) {
+    if (HasCodes(point)) {
+      std::string registers =
+          CodeRegistersRule(channels / 16 / warps, point.at("tokens_tile"));
+      if (!registers.empty()) return registers;
+    } else if (sums > kSumsMax) {
       return absl::StrCat(sums, " sums per thread, at most ", kSumsMax,
                           " fit the registers");
     }
@@ -236,7 +288,7 @@ class Template : public KernelTemplate {
     if (shared > problem.device.shared_bytes_max) {
       return absl::StrCat("shared memory ", shared, " B exceeds the ",
                           problem.device.shared_bytes_max, " B of a block on ",
-                          problem.device.target.ToString());
+                          target.ToString());
     }
     return "";
   }
@@ -244,8 +296,9 @@ class Template : public KernelTemplate {
   // What sqg_e4m3 costs to decode is added to the work of fused_moe.cuda, whose
   // kernels have the same shape: by instructions as they are counted, and for
   // the table of all states by what its look-ups take of shared memory. No
-  // constant has been fitted to these kernels. Records have 3 bits on average,
-  // or a little more.
+  // constant has been fitted to these kernels. An MMA of codes counts as half
+  // of one of bfloat16 for each of its two tiles, and scaling its result is
+  // added. Records have 3 bits on average, or a little more.
   //   tiles: how many the interval's largest m is expected to have.
   static double Cost(const Problem& problem, const AxisPoint& point,
                      double tiles) {
@@ -253,7 +306,10 @@ class Template : public KernelTemplate {
     constexpr double kStateCycles = 85;
     constexpr double kTableStepCycles = 4000;  // a launch, and making tables
     constexpr double kMmaCycles = 8;
+    constexpr double kCodeMmaCycles = 4;
+    constexpr double kFoldCycles = 5;
     constexpr double kBits = 3;
+    const bool has_codes = HasCodes(point);
     const auto tile = static_cast<double>(point.at("tokens_tile"));
     const auto channels = static_cast<double>(point.at("channels_tile"));
     const auto k_tile = static_cast<double>(point.at("k_tile"));
@@ -264,10 +320,14 @@ class Template : public KernelTemplate {
       p.outputs = outputs;
       p.split = split;
       p.decode_cycles = decode_cycles;
-      p.group_cycles = kMmaCycles;
-      p.stage_pieces = k_tile * channels * kBits / 128 + k_tile * tile / 8;
+      p.group_cycles = !has_codes ? kMmaCycles
+                       : IsBlockScaled(problem.device.target)
+                           ? kCodeMmaCycles
+                           : kCodeMmaCycles + kFoldCycles;
+      p.stage_pieces = k_tile * channels * kBits / 128 +
+                       k_tile * tile / (has_codes ? 16 : 8);
       p.block_bytes = static_cast<double>(table_bytes);
-      p.strip_registers = 4;
+      p.strip_registers = has_codes ? 8 : 4;
       p.shared_bytes = SharedBytes(table_bytes, point);
       return p;
     };
@@ -284,15 +344,17 @@ class Template : public KernelTemplate {
   }
 
   SourceUnit Unit(const RequestGeometry& geometry, const Assignment& assignment,
-                  int part, const std::vector<std::string>& axes,
+                  int part, const std::string& axes,
                   std::vector<std::string> entries) const {
     SourceUnit unit;
     unit.name = "fused_moe/qsrt_cuda.cu";
     unit.template_version = version();
-    unit.compute_dtype = assignment.at("activation_bits") == 8 ? "bf16" : "f16";
-    unit.text = absl::StrCat(QsrtPrelude(geometry), "#define KILN_PART ", part,
-                             "\n", AxisPrelude(assignment, axes),
-                             TemplateText("fused_moe/qsrt_cuda.cu"));
+    unit.compute_dtype = assignment.at("operand_codes") == 1     ? "e4m3"
+                         : assignment.at("activation_bits") == 8 ? "bf16"
+                                                                 : "f16";
+    unit.text =
+        absl::StrCat(QsrtPrelude(geometry), "#define KILN_PART ", part, "\n",
+                     axes, TemplateText("fused_moe/qsrt_cuda.cu"));
     unit.headers = CudaHeaders({std::begin(kHeaders), std::end(kHeaders)});
     unit.entries = std::move(entries);
     return unit;
@@ -324,8 +386,10 @@ class Template : public KernelTemplate {
       return slice(name, (split == 1 ? uint64_t{2} : uint64_t{4} * split) *
                              width * routes);
     };
-    const uint64_t operand =
-        uint64_t{2} * hidden * (shared ? capacity : routes);
+    const auto row_bytes = [&](uint64_t numbers) {
+      return HasCodes(point) ? ScaledRowBytes(numbers) : 2 * numbers;
+    };
+    const uint64_t operand = row_bytes(hidden) * (shared ? capacity : routes);
     const Arg tiles =
         slice("tiles", 16 * FusedMoeTilesMax(geometry, tile, capacity));
     const Arg totals = slice("totals", 16);
@@ -335,7 +399,7 @@ class Template : public KernelTemplate {
     const Arg gate = slice("gate_operand", operand);
     const Arg up = slice("up_operand", operand);
     const Arg fc1 = product("fc1", 2 * kInter, split1);
-    const Arg mid = slice("mid_operand", uint64_t{2} * kInter * routes);
+    const Arg mid = slice("mid_operand", row_bytes(kInter) * routes);
     const Arg fc2 = product("fc2", hidden, split2);
     const bool by_state = point.at("codewords") == 1;
     const uint32_t rates = RatesOf(geometry);

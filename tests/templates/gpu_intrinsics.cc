@@ -3,8 +3,11 @@
 #include <cmath>
 
 #include "device/half.h"
+#include "fused_moe/mx_block.h"
 
 namespace kd {
+
+u32 e4m3_sum_bits = 24;
 
 namespace gpu = ::kiln::testing::gpu;
 
@@ -24,6 +27,17 @@ float TowardZero(double v) {
   const auto nearest = static_cast<float>(v);
   if (std::isnan(nearest) || std::fabs(nearest) <= std::fabs(v)) return nearest;
   return std::nextafter(nearest, 0.0f);
+}
+
+// The first `bits` significant bits of a number.
+float CutBehind(u32 bits, double v) {
+  if (!std::isfinite(v)) return static_cast<float>(v);
+  int exponent;
+  const double fraction = std::frexp(v, &exponent);
+  const double scaled =
+      std::trunc(std::ldexp(fraction, static_cast<int>(bits)));
+  return static_cast<float>(
+      std::ldexp(scaled, exponent - static_cast<int>(bits)));
 }
 
 // number: of a register and which half of it.
@@ -60,6 +74,51 @@ void MmaOf(float (*number)(u32, u32), float (&d)[4], const u32 (&a)[4], u32 b0,
 }
 
 }  // namespace
+
+void MmaE4m3ScaledBy(u32 byte, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
+                     u32 row_scales, u32 column_scales) {
+  struct Registers {
+    u32 a[4];
+    u32 b[2];
+    u32 scales[2];
+  };
+
+  const auto all = gpu::Gather(Registers{
+      {a[0], a[1], a[2], a[3]}, {b0, b1}, {row_scales, column_scales}});
+  const u32 lane = threadIdx.x % 32;
+  // PTX: a register holds four neighbouring k. A: row = lane / 4, + 8 for
+  // registers 1 and 3; k = 4 (lane % 4), + 16 for registers 2 and 3. B: k as in
+  // A, + 16 for register 1; column = lane / 4. D as in MmaOf.
+  const auto number = [](u32 word, u32 index) {
+    return static_cast<double>(
+        E4m3ToFloat(static_cast<u8>(word >> (8 * index))));
+  };
+  const auto scale = [&](u32 from, u32 which) {
+    return static_cast<double>(
+        Ue8m0ToFloat(static_cast<u8>(all[from].scales[which] >> (8 * byte))));
+  };
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 row = lane / 4 + i / 2 * 8;
+    const u32 column = lane % 4 * 2 + i % 2;
+    double sum = 0;
+    for (u32 k = 0; k < 32; ++k) {
+      const u32 quarter = k % 16 / 4;
+      const u32 a_word = all[row % 8 * 4 + quarter].a[row / 8 + k / 16 * 2];
+      const u32 b_word = all[column * 4 + quarter].b[k / 16];
+      sum += number(a_word, k % 4) * number(b_word, k % 4);
+    }
+    // Thread selector 0: of each four lanes, the first two have the scales of
+    // rows r and r + 8, the first that of column r.
+    sum *= scale(row % 8 * 4 + row / 8, 0) * scale(column * 4, 1);
+    d[i] = CutBehind(e4m3_sum_bits, sum + d[i]);
+  }
+}
+
+void MmaE4m3FromZero(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  constexpr u32 kOnes = 0x7F7F7F7Fu;
+  d[0] = d[1] = d[2] = d[3] = 0.0f;
+  MmaE4m3ScaledBy(0, d, a, b0, b1, kOnes, kOnes);
+}
 
 void LoadMatrices(u32 from, u32 (&b)[4]) {
   const auto rows = gpu::Gather(from);

@@ -1,7 +1,7 @@
 // What a CUDA kernel's file is compiled with to run under gpu_emulator.h: the
-// words of the language, and in place of cuda/warp.h functions of the
-// same names. What an instruction does to the registers of a warp is written
-// from the PTX manual, not from the kernels.
+// words of the language, and in place of cuda/warp.h and cuda/e4m3.h
+// functions of the same names. What an instruction does to the registers of a
+// warp is written from the PTX manual, not from the kernels.
 
 #ifndef KILN_TESTS_TEMPLATES_GPU_INTRINSICS_H_
 #define KILN_TESTS_TEMPLATES_GPU_INTRINSICS_H_
@@ -15,6 +15,7 @@
 #include "tests/templates/gpu_emulator.h"
 
 #define KILN_TEMPLATES_CUDA_WARP_H_
+#define KILN_TEMPLATES_CUDA_E4M3_H_
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -144,6 +145,32 @@ u32 Transpose8x8(u32 v);
 inline u32 RoundPair(float low, float high) {
   return static_cast<u32>(f32_to_f16(low)) | static_cast<u32>(f32_to_f16(high))
                                                  << 16;
+}
+
+// ---- cuda/e4m3.h -----------------------------------------------------------
+
+inline void CopyAsyncWordOrZero(u32 to, const void* from, bool copy) {
+  kiln::testing::gpu::CopyLater(to, copy ? from : nullptr, 4);
+}
+
+// How many significant bits the sums have that MMAs of E4M3 form; cut off
+// behind them. 24, all of a binary32, if no test says otherwise: the manual
+// states no number.
+extern u32 e4m3_sum_bits;
+
+// mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32, of which `d` is zero
+// before.
+void MmaE4m3FromZero(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);
+
+// mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X
+// .f32.e4m3.e4m3.f32.ue8m0 with both bytes `byte` and both threads 0.
+void MmaE4m3ScaledBy(u32 byte, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
+                     u32 row_scales, u32 column_scales);
+
+template <u32 kByte>
+void MmaE4m3Scaled(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
+                   u32 row_scales, u32 column_scales) {
+  MmaE4m3ScaledBy(kByte, d, a, b0, b1, row_scales, column_scales);
 }
 
 }  // namespace kd

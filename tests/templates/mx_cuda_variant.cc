@@ -8,9 +8,11 @@
 #include "device/hadamard.h"
 #include "device/half.h"
 #include "device/platform.h"
+#include "fused_moe/code_row.h"
 #include "fused_moe/mx_block.h"
 #include "fused_moe/mx_boundary.h"
 #include "fused_moe/mx_fragment.h"
+#include "fused_moe/mx_scales.h"
 #include "tests/templates/gpu_intrinsics.h"
 // After what replaces the instructions.
 #include "cuda/grouped.h"

@@ -14,8 +14,10 @@
 #include "compiler/spec/kernel_template.h"
 #include "device/fragment.h"
 #include "device/half.h"
+#include "fused_moe/code_row.h"
 #include "fused_moe/sqg_fragment.h"
 #include "gtest/gtest.h"
+#include "templates/formats/mxfp8.h"
 #include "templates/fused_moe/op_qsrt.h"
 #include "templates/fused_moe/qsrt_workload.h"
 #include "templates/fused_moe/template_qsrt_cuda.h"
@@ -45,6 +47,7 @@ const kd::SqgTable<uint16_t> kHalves =
     kd::MakeSqgTable<uint16_t>(kd::SqgNumber<10>());
 const kd::SqgTable<uint16_t> kBfloats =
     kd::MakeSqgTable<uint16_t>(kd::SqgNumber<7>());
+const kd::SqgTable<uint16_t> kCodes = kd::MakeSqgTable<uint16_t>(kd::SqgCode());
 
 // Every state at each of a lane's positions, between bits that are none of its.
 template <int K>
@@ -70,6 +73,10 @@ void ExpectTheCodebook() {
           << "K=" << K << " state " << state << " position " << index;
       ASSERT_EQ(kd::FloatBits(kd::bf16_to_f32(kBfloats.value[at])),
                 kd::FloatBits(want))
+          << "K=" << K << " state " << state << " position " << index;
+      ASSERT_EQ(
+          static_cast<float>(E4m3Value(static_cast<uint8_t>(kCodes.value[at]))),
+          want)
           << "K=" << K << " state " << state << " position " << index;
     }
   }
@@ -103,6 +110,23 @@ void ExpectFragmentsOfRandomTiles() {
             kd::Window<K>(words, kd::ElementPosition(k, row));
         const auto half = static_cast<uint16_t>(a[i / 2] >> (16 * (i % 2)));
         ASSERT_EQ(kd::f16_to_f32(half), table.value[state])
+            << "K " << K << " lane " << lane << " element " << i;
+      }
+      uint32_t codes[2];
+      kd::DecodeSqgCodes<K>(
+          kd::LoadSpan(words, kd::FindLaneSpan<K>(lane)),
+          [](uint32_t offset) { return uint32_t{kCodes.value[offset / 2]}; },
+          codes);
+      for (uint32_t i = 0; i < 8; ++i) {
+        const uint32_t row = lane / 4 + i / 4 * 8;
+        // Byte i of a register is k at place 4 (lane % 4) + i of a row of
+        // codes.
+        uint32_t k = 0;
+        while (kd::CodePlace(k) != lane % 4 * 4 + i % 4) ++k;
+        const uint32_t state =
+            kd::Window<K>(words, kd::ElementPosition(k, row));
+        const auto code = static_cast<uint8_t>(codes[i / 4] >> (8 * (i % 4)));
+        ASSERT_EQ(static_cast<float>(E4m3Value(code)), table.value[state])
             << "K " << K << " lane " << lane << " element " << i;
       }
     }
@@ -163,9 +187,15 @@ std::vector<float> RunPlan(const QsrtCudaVariant& v, const QsrtCall& call,
   Problem problem;
   problem.geometry = call.geometry;
   problem.interval = {1, capacity};
-  problem.device = AssumedProfile(
-      {.backend = Backend::kCuda, .level = 90, .arch_specific = true});
+  Target target = {
+      .backend = Backend::kCuda, .level = 90, .arch_specific = true};
+  if (v.operand_codes == 1) {
+    target.level = v.block_scaled ? 120 : 89;
+    target.arch_specific = v.block_scaled;
+  }
+  problem.device = AssumedProfile(target);
   const Assignment assignment = {{"activation_bits", v.activation_bits},
+                                 {"operand_codes", v.operand_codes},
                                  {"tokens_tile", v.tokens_tile},
                                  {"channels_tile", v.channels_tile},
                                  {"k_tile", v.k_tile},
@@ -371,18 +401,19 @@ TEST(QsrtCudaKernelTest, IdsAreTestedInTheirOwnWidth) {
 
 // Variants that differ in axes alone are candidates of one request.
 TEST(QsrtCudaKernelTest, AllCandidatesWithTheSameSlicesGiveEqualBits) {
-  std::map<std::tuple<uint32_t, uint32_t, int, int, bool, int64_t>,
-           std::vector<float>>
+  std::map<
+      std::tuple<uint32_t, uint32_t, int, int, bool, int64_t, int64_t, bool>,
+      std::vector<float>>
       first;
   size_t compared = 0;
   for (const QsrtCudaVariant& v : QsrtCudaVariants()) {
     const QsrtWorkload workload(QsrtGeometryOf(v), 11);
     const QsrtCall call(workload, DrawKind::kRagged, 8, 9);
     const std::vector<float> out = RunPlan(v, call, 9, 0xFF);
-    const auto [it, inserted] =
-        first.try_emplace({v.hidden, v.experts, v.other_low, v.activation,
-                           v.shared_suh, v.activation_bits},
-                          out);
+    const auto [it, inserted] = first.try_emplace(
+        {v.hidden, v.experts, v.other_low, v.activation, v.shared_suh,
+         v.activation_bits, v.operand_codes, v.block_scaled},
+        out);
     if (inserted) continue;
     ++compared;
     EXPECT_EQ(
@@ -412,7 +443,7 @@ void ExpectTheFile(const std::string& prefix, const std::string& name,
     const std::vector<float> out = RunPlan(v, call, call.tokens, 0xFF);
     EXPECT_LE(WorstError(out, expected, v.hidden), 1e-3);
   }
-  EXPECT_EQ(ran, 2u);
+  EXPECT_EQ(ran, 3u);
 }
 
 TEST(QsrtCudaFileTest, ThreeBitsAreTheLowRecordOfP33) {

@@ -8,13 +8,16 @@
 #include "device/hadamard.h"
 #include "device/half.h"
 #include "device/platform.h"
+#include "fused_moe/code_row.h"
 #include "fused_moe/mx_block.h"
+#include "fused_moe/mx_scales.h"
 #include "fused_moe/situ.h"
 #include "fused_moe/sqg_fragment.h"
 #include "tests/templates/gpu_intrinsics.h"
 // After what replaces the instructions.
 #include "cuda/grouped.h"
 #include "cuda/ring.h"
+#include "fused_moe/code_product.h"
 #include "fused_moe/mx_warp.h"
 
 #define KILN_JOIN_(a, b) a##b
@@ -63,6 +66,8 @@ QsrtCudaVariant KILN_JOIN(KILN_PREFIX, Variant)() {
           .warps = KILN_WARPS,
           .stages = KILN_STAGES,
           .codewords = KILN_CODEWORDS,
+          .operand_codes = KILN_OPERAND_CODES,
+          .block_scaled = KILN_BLOCK_SCALED != 0,
           .entries = {
               {"kiln_qsrt_route", gpu::EntryOf(support::kiln_qsrt_route)},
 #if KILN_ACTIVATION_BITS == 16

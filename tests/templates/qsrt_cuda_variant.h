@@ -19,7 +19,8 @@ struct QsrtCudaVariant {
   int other_low, activation;
   bool shared_suh, x_bf16, id_i64;
   int64_t activation_bits, tokens_tile, channels_tile, k_tile, warps, stages,
-      codewords;
+      codewords, operand_codes;
+  bool block_scaled;  // with operand_codes
   std::map<std::string, gpu::Entry> entries;
 };
 

@@ -11,6 +11,7 @@
 #include "gtest/gtest.h"
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/op_mx.h"
+#include "templates/fused_moe/template_mx_qmma.h"
 #include "templates/registry.h"
 #include "tests/support/status_matchers.h"
 #include "tests/templates/plan_parts.h"
@@ -63,11 +64,11 @@ PlanBody BodyOf(const Problem& problem, const Assignment& point) {
   return body.ok() ? *std::move(body) : PlanBody();
 }
 
-TEST(FusedMoeMxCudaTemplateTest, IsTheOneForItsFormat) {
+TEST(FusedMoeMxCudaTemplateTest, IsOneOfItsFormat) {
   EXPECT_EQ(FindTemplate("fused_moe.mx_cuda"), FusedMoeMxCudaTemplate());
   const RequestGeometry geometry = ProblemFor(1, 1).geometry;
   EXPECT_THAT(TemplatesFor(geometry, Backend::kCuda),
-              ElementsAre(FusedMoeMxCudaTemplate()));
+              ElementsAre(FusedMoeMxCudaTemplate(), FusedMoeMxQmmaTemplate()));
 }
 
 TEST(FusedMoeMxCudaTemplateTest, ServesItsFormatOnSm80AndLater) {

@@ -272,10 +272,12 @@ TEST(FusedMoeQsrtCudaTemplateTest, LegalPointsKeepTheRulesOfTheReadme) {
           if (step.label != "fc1" && step.label != "fc2") continue;
           const bool by_state =
               step.label == "fc1" && point.at("codewords") == 1;
-          ASSERT_EQ(step.dynamic_shared_bytes,
-                    (by_state ? 65536 : 8192) +
-                        point.at("stages") *
-                            (k_tile * channels / 2 + tile * (k_tile + 8) * 2));
+          const int64_t row =
+              point.at("operand_codes") == 1 ? 128 + 16 : (k_tile + 8) * 2;
+          ASSERT_EQ(
+              step.dynamic_shared_bytes,
+              (by_state ? 65536 : 8192) +
+                  point.at("stages") * (k_tile * channels / 2 + tile * row));
           ASSERT_LE(step.dynamic_shared_bytes, problem.device.shared_bytes_max);
           ASSERT_EQ(step.block[0], static_cast<uint32_t>(32 * warps));
         }
@@ -391,6 +393,112 @@ TEST(FusedMoeQsrtCudaTemplateTest, AShortPrefixHasBothWaysToDecode) {
     }
   }
 }
+
+// ---- codes -----------------------------------------------------------------
+
+Problem CodesProblem(const Target& target, bool shared = true) {
+  Problem problem = ProblemFor(1, 8, shared);
+  problem.device = AssumedProfile(target);
+  return problem;
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, OtherTensorCoresGetNoCodes) {
+  for (const Target target :
+       {Target{Backend::kCuda, 80, false}, Target{Backend::kCuda, 86, false},
+        Target{Backend::kCuda, 90, true}, Target{Backend::kCuda, 100, true}}) {
+    const Problem problem = CodesProblem(target);
+    const ParamSpace space = SpaceOf(problem);
+    ASSERT_FALSE(space.points.empty());
+    for (const Assignment& point : space.points) {
+      ASSERT_EQ(point.at("operand_codes"), 0);
+    }
+    Assignment bad = space.points.front();
+    bad["operand_codes"] = 1;
+    EXPECT_THAT(FusedMoeQsrtCudaTemplate()->MakeBody(problem, bad),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr(absl::StrCat("the tensor cores of ",
+                                                target.ToString(),
+                                                " do not multiply E4M3"))));
+  }
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, WithCodesAndWithoutCompete) {
+  const struct {
+    Target target;
+    const char* numerics;
+    const char* macro;
+  } cases[] = {{{Backend::kCuda, 89, false},
+                "qsrt.w4a8.qmma.fold32.fc1x",
+                "#define KILN_BLOCK_SCALED 0\n"},
+               {{Backend::kCuda, 120, false},
+                "qsrt.w4a8.qmma.fold32.fc1x",
+                "#define KILN_BLOCK_SCALED 0\n"},
+               {{Backend::kCuda, 120, true},
+                "qsrt.w4a8.qmma.scaled64.fc1x",
+                "#define KILN_BLOCK_SCALED 1\n"}};
+
+  for (const auto& c : cases) {
+    const Problem problem = CodesProblem(c.target);
+    SCOPED_TRACE(c.target.ToString());
+    const std::vector<Assignment> few =
+        FusedMoeQsrtCudaTemplate()->Enumerate(problem, 4).points;
+    ASSERT_EQ(few.size(), 4u);
+    for (size_t i = 0; i < few.size(); ++i) {
+      EXPECT_NE(few[i].at("operand_codes"), few[i ^ 1].at("operand_codes"));
+    }
+    for (const Assignment& point : SpaceOf(problem).points) {
+      const PlanBody body = BodyOf(problem, point);
+      if (point.at("operand_codes") == 0) {
+        ASSERT_TRUE(absl::StartsWith(body.numerics_class, "qsrt.w4a8.mma."));
+        continue;
+      }
+      SCOPED_TRACE(body.Label());
+      ASSERT_TRUE(absl::StartsWith(body.numerics_class, c.numerics))
+          << body.numerics_class;
+      ASSERT_EQ(body.tolerance, 2e-2);
+      ASSERT_EQ(point.at("k_tile"), 128);
+      const int64_t strips = point.at("channels_tile") / 16 / point.at("warps");
+      ASSERT_LE(strips * (point.at("tokens_tile") / 8 * 4 + 20), 144);
+      const std::vector<SourceUnit> units =
+          FusedMoeQsrtCudaTemplate()->MakeUnits(problem.geometry, c.target,
+                                                point);
+      ASSERT_THAT(units[1].text, HasSubstr(c.macro));
+      for (const SourceUnit& unit : units) {
+        ASSERT_EQ(unit.compute_dtype, "e4m3");
+        ASSERT_THAT(unit.text, HasSubstr("#define KILN_OPERAND_CODES 1\n"));
+      }
+    }
+  }
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, ARowOfCodesHasItsScalesBehindIt) {
+  for (const bool shared : {true, false}) {
+    const Problem problem = CodesProblem({Backend::kCuda, 89, false}, shared);
+    for (const Assignment& point : SomeOf(SpaceOf(problem).points)) {
+      if (point.at("operand_codes") == 0) continue;
+      const PlanBody body = BodyOf(problem, point);
+      // 36 scales and 8, in whole pieces of 16 bytes.
+      const uint64_t operand = (1152 + 48) * 8 * (shared ? 1 : 4);
+      ASSERT_EQ(SliceBytes(body, "gate_operand"), operand);
+      ASSERT_EQ(SliceBytes(body, "up_operand"), operand);
+      ASSERT_EQ(SliceBytes(body, "mid_operand"), (256 + 16) * 8 * 4u);
+    }
+  }
+}
+
+TEST(FusedMoeQsrtCudaTemplateTest, CodesBelongToTheArmOfEightBits) {
+  Problem problem = ProblemFor(9, 32);
+  problem.device = AssumedProfile({Backend::kCuda, 89, false});
+  Assignment bad = SpaceOf(problem).points.front();
+  ASSERT_EQ(bad.at("operand_codes"), 0);
+  bad["operand_codes"] = 1;
+  bad["codewords"] = 0;
+  EXPECT_THAT(FusedMoeQsrtCudaTemplate()->MakeBody(problem, bad),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("operand_codes 1 is of the w4a8 arm")));
+}
+
+// ---- programs --------------------------------------------------------------
 
 TEST(FusedMoeQsrtCudaTemplateTest, AProgramHasTheActivationOfItsRequest) {
   Problem problem = ProblemFor(9, 32);

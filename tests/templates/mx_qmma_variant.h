@@ -1,0 +1,35 @@
+// One specialisation of templates/fused_moe/mx_qmma.cu and of what it takes of
+// mx_cuda.cu for the host, compiled from a set of macros (see CMakeLists.txt
+// beside it).
+
+#ifndef KILN_TESTS_TEMPLATES_MX_QMMA_VARIANT_H_
+#define KILN_TESTS_TEMPLATES_MX_QMMA_VARIANT_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "tests/templates/gpu_emulator.h"
+
+namespace kiln::testing {
+
+struct MxQmmaVariant {
+  std::string name;
+  uint32_t hidden, inter, experts, top_k;
+  int bits;
+  uint32_t limit_bits;
+  bool x_bf16, id_i64;
+  int64_t activation_bits;   // 8
+  int64_t activation_terms;  // 1
+  bool block_scaled;
+  int64_t tokens_tile, channels_tile, warps, stages;
+  std::map<std::string, gpu::Entry> entries;
+};
+
+// Every specialisation of this build.
+const std::vector<MxQmmaVariant>& MxQmmaVariants();
+
+}  // namespace kiln::testing
+
+#endif  // KILN_TESTS_TEMPLATES_MX_QMMA_VARIANT_H_
