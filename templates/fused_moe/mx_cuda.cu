@@ -14,8 +14,8 @@
 //   ("smallm", W4A16), KILN_ACTIVATION_TERMS, 1 unless given, 2 of the arm
 //   "direct rp2", and KILN_PART: 0 support entries (route, activate, combine),
 //   1 fc1 and fc2
-//   KILN_OPERAND_CODES (part 0, W4A8): 0 (default) operands as part 1 reads
-//   them, 1 as mx_qmma.cu does
+//   KILN_OPERAND_CODES (part 0, W4A8 with one term): 0 (default) operands as
+//   part 1 reads them, 1 as mx_qmma.cu does
 // Axes, read by part 1 only:
 //   KILN_TOKENS_TILE T     8 or a multiple of 16 up to 128: terms of rows of
 //                          one expert per block
@@ -53,7 +53,7 @@
 #include "fused_moe/mx_scales.h"
 #include "fused_moe/mx_warp.h"
 
-#if !defined(KILN_ACTIVATION_TERMS)
+#ifndef KILN_ACTIVATION_TERMS
 #define KILN_ACTIVATION_TERMS 1
 #endif
 #ifndef KILN_OPERAND_CODES
