@@ -137,6 +137,10 @@ def main():
                     for name in plan["requests"]}
         requests = [r for r in requests if r["name"] not in planless]
         write_manifest(suite, manifest, requests)
+        planned = json.loads(call(kiln + ["plan", *options]))
+        reached = {candidate["label"].split("{")[0]
+                   for interval in planned["intervals"]
+                   for candidate in interval["candidates"]}
         # Every interval keeps its winner, so that every winner is launched.
         call(kiln + ["freeze", *options, "--keep-intervals",
                      "--allow-unqualified", "-o", bundle])
@@ -150,8 +154,6 @@ def main():
                             "--allow-unqualified"])), launches))
     worst = max(row["worst_error"] for row in runs)
     device, target = runs[-1]["device"], runs[-1]["target"]
-    reached = {(r["op"], r["weights"]["format"]) for r in requests}
-
     compiler = doctor["nvrtc" if backend == "cuda" else "cc_cpu"]
     devices = [d for d in doctor["devices"] if d["name"] == device]
     receipt = {
@@ -163,13 +165,12 @@ def main():
         "driver_version": devices[0]["driver_version"] if devices else 0,
         "compiler": {"version": compiler["version"],
                      "content": compiler["content"]},
-        # Those that a request of the suite reached.
+        # Those that have candidates for a request on this target.
         "templates": [{key: template[key]
                        for key in ("name", "version", "sources")}
                       for template in doctor["templates"]
                       if template["backend"] == backend
-                      and (template["op"], template["format"]) in reached
-                      and template["name"] not in wrong],
+                      and template["name"] in reached - wrong],
         "requests": len(requests),
         "intervals": prewarm["intervals"],
         "candidates_verified": prewarm["candidates"],

@@ -36,6 +36,11 @@ constexpr const char* kProductHeaders[] = {
     "fused_moe/mx_block.h", "fused_moe/mx_fragment.h",
     "fused_moe/mx_scales.h"};
 
+// As template_mx_cuda.h, and PTX states no precision for what the tensor core
+// sums: with sums of 14 bits rows of small layers are 1.8e-2 off. It is what the
+// cosine 0.9998 that is asked of the arm leaves.
+constexpr double kTolerance = 2 * kMxOneTermTolerance;
+
 // Ring of packed weights, a word of scales per channel, and rows of codes with
 // 16 bytes behind them, where their scales are.
 int64_t SharedBytes(const RequestGeometry& geometry, const AxisPoint& point) {
@@ -124,7 +129,7 @@ class Template : public KernelTemplate {
     body.numerics_class = absl::StrCat("mx.w4a8.qmma.", CodeSums(target),
                                        ".fc1x", assignment.at("split_fc1"),
                                        ".fc2x", assignment.at("split_fc2"));
-    body.tolerance = kMxOneTermTolerance;
+    body.tolerance = kTolerance;
     body.deterministic = true;
     body.overlapped = target.level >= 90;
     body.params = MxParams(problem.geometry);
