@@ -387,8 +387,7 @@ Promise PromiseOf(absl::string_view numerics_class, double tolerance) {
   if (absl::StartsWith(numerics_class, MxNumericsClass(MxArm::kDirectRp2))) {
     staged = ReferenceMode::kStagedW4A8Rp2;
     sequential = ReferenceMode::kSequentialW4A8Rp2;
-  } else if (absl::StartsWith(numerics_class,
-                              MxNumericsClass(MxArm::kGrouped)) ||
+  } else if (absl::StartsWith(numerics_class, "mx.w4a8.") ||
              absl::StartsWith(numerics_class, "qsrt.w4a8.")) {
     staged = promise.oracle = ReferenceMode::kStagedW4A8;
     sequential = ReferenceMode::kSequentialW4A8;

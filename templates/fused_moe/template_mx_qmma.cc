@@ -37,8 +37,8 @@ constexpr const char* kProductHeaders[] = {
     "fused_moe/mx_scales.h"};
 
 // As template_mx_cuda.h, and PTX states no precision for what the tensor core
-// sums: with sums of 14 bits rows of small layers are 1.8e-2 off. It is what the
-// cosine 0.9998 that is asked of the arm leaves.
+// sums: with sums of 14 bits rows of small layers are 1.8e-2 off. It is what
+// the cosine 0.9998 that is asked of the arm leaves.
 constexpr double kTolerance = 2 * kMxOneTermTolerance;
 
 // Ring of packed weights, a word of scales per channel, and rows of codes with

@@ -13,6 +13,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "templates/fused_moe/op.h"
+#include "templates/registry.h"
 #include "tests/support/status_matchers.h"
 #include "tests/tuner/cpu_programs.h"
 #include "tuner/device.h"
@@ -162,14 +163,72 @@ TEST(PromiseTest, IsWhatTheNumericsClassSays) {
   EXPECT_EQ(w4a16.oracle, ReferenceMode::kFloat64);
   EXPECT_EQ(w4a16.mode, ReferenceMode::kStaged);
   EXPECT_EQ(w4a16.row_error_max, 2e-3);
-  const Promise w4a8 = PromiseOf("qsrt.w4a8.mma.fc1x1.fc2x2", 2e-2);
-  EXPECT_EQ(w4a8.oracle, ReferenceMode::kStagedW4A8);
-  EXPECT_EQ(w4a8.mode, ReferenceMode::kStagedW4A8);
-  EXPECT_EQ(w4a8.row_error_max, 2e-2);
+  for (const char* name :
+       {"qsrt.w4a8.mma.fc1x1.fc2x2", "qsrt.w4a8.qmma.fold32.fc1x1.fc2x2",
+        "mx.w4a8.qmma.fold32.fc1x1.fc2x2",
+        "mx.w4a8.qmma.scaled64.fc1x1.fc2x2"}) {
+    const Promise w4a8 = PromiseOf(name, 2e-2);
+    EXPECT_EQ(w4a8.oracle, ReferenceMode::kStagedW4A8) << name;
+    EXPECT_EQ(w4a8.mode, ReferenceMode::kStagedW4A8) << name;
+    EXPECT_EQ(w4a8.row_error_max, 2e-2) << name;
+  }
   const Promise unknown = PromiseOf("w8a8.f8", 1e-2);
   EXPECT_EQ(unknown.mode, ReferenceMode::kStaged);
   EXPECT_EQ(unknown.row_error_max, 1e-2);
   EXPECT_EQ(unknown.case_error_max, 1e-2);
+}
+
+// Every template's candidates of arms that quantise activations to one term,
+// on every kind of target.
+TEST(PromiseTest, CandidatesOfW4A8AreHeldToQuantisedActivations) {
+  RequestGeometry mx;
+  mx.hidden = 512;
+  mx.intermediate = 256;
+  mx.experts = 8;
+  mx.top_k = 2;
+  mx.recipe = Recipe::kW4A8;
+  mx.weights.format = WeightFormat::kTrellisMx;
+  mx.weights.bits = {.gate = 3, .up = 3, .down = 3};
+  mx.mx = {.limit = "10"};
+  RequestGeometry qsrt = mx;
+  qsrt.weights = {};
+  qsrt.weights.format = WeightFormat::kQsrt;
+  qsrt.mx = {};
+  qsrt.qsrt.decode_max_tokens = 16;
+  std::set<std::string> names;
+  for (const RequestGeometry& geometry : {mx, qsrt}) {
+    for (const KernelTemplate* from : AllTemplates()) {
+      if (from->op() != Op::kFusedMoe ||
+          from->format() != geometry.weights.format) {
+        continue;
+      }
+      for (const Target& target :
+           {Target{Backend::kCpu, 3, false}, Target{Backend::kCuda, 89, false},
+            Target{Backend::kCuda, 90, true},
+            Target{Backend::kCuda, 120, true}}) {
+        if (target.backend != from->backend() ||
+            !from->Supports(geometry, target).ok()) {
+          continue;
+        }
+        Problem problem;
+        problem.geometry = geometry;
+        problem.interval = {9, 16};
+        problem.device = AssumedProfile(target);
+        for (const Assignment& point : from->Enumerate(problem, 8).points) {
+          ASSERT_OK_AND_ASSIGN(const PlanBody body,
+                               from->MakeBody(problem, point));
+          EXPECT_EQ(PromiseOf(body.numerics_class, body.tolerance).oracle,
+                    ReferenceMode::kStagedW4A8)
+              << body.numerics_class;
+          names.insert(body.template_name);
+        }
+      }
+    }
+  }
+  EXPECT_THAT(names,
+              UnorderedElementsAre("fused_moe.mx_cpu", "fused_moe.mx_cuda",
+                                   "fused_moe.mx_qmma", "fused_moe.qsrt_cpu",
+                                   "fused_moe.qsrt_cuda"));
 }
 
 TEST(ArenaZonesTest, LieBehindEverySliceAndChangeNothingElse) {
