@@ -463,35 +463,35 @@ absl::Status RaceStage::FinishRace(Lane* lane,
                                    const absl::StatusOr<RaceResult>& result) {
   if (absl::IsResourceExhausted(result.status())) {
     // Other requests may fit.
-    IntervalReport& row = state_.report.intervals[lane->index];
-    row.problem = std::string(result.status().message());
+    std::string& problem = state_.report.intervals[lane->index].problem;
+    problem = std::string(result.status().message());
     state_.progress.Note(
-        absl::StrCat(Describe(lane->index), ": no race: ", row.problem));
-    state_.claims.Release(lane->claims);
-    lane->lock.reset();
-    ++done_;
-    return absl::OkStatus();
-  }
-  if (!result.ok()) {
+        absl::StrCat(Describe(lane->index), ": no race: ", problem));
+  } else if (!result.ok()) {
     return Annotate(result.status(),
                     absl::StrCat("racing ", Describe(lane->index)));
+  } else {
+    RETURN_IF_ERROR(StoreRace(lane, *result));
   }
-  state_.report.launches += result->launches;
-  BudgetOf(lane->index).seconds -= result->seconds;
-  for (size_t i = 0; i < lane->entry_of.size(); ++i) {
-    lane->entries[lane->entry_of[i]].timing = result->timings[i];
-  }
-  state_.cache.set_device_name(lane->profile.name);
-  absl::Status stored = RememberWrong(*lane);
-  if (stored.ok()) {
-    stored = StoreWinner(lane->index, lane->entries, *result);
-  }
-  state_.cache.set_device_name("");
-  RETURN_IF_ERROR(stored);
   state_.claims.Release(lane->claims);
   lane->lock.reset();
   ++done_;
   return absl::OkStatus();
+}
+
+absl::Status RaceStage::StoreRace(Lane* lane, const RaceResult& result) {
+  state_.report.launches += result.launches;
+  BudgetOf(lane->index).seconds -= result.seconds;
+  for (size_t i = 0; i < lane->entry_of.size(); ++i) {
+    lane->entries[lane->entry_of[i]].timing = result.timings[i];
+  }
+  state_.cache.set_device_name(lane->profile.name);
+  absl::Status stored = RememberWrong(*lane);
+  if (stored.ok()) {
+    stored = StoreWinner(lane->index, lane->entries, result);
+  }
+  state_.cache.set_device_name("");
+  return stored;
 }
 
 // Reports the candidates that were dropped, and remembers those that ran and

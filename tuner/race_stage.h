@@ -75,6 +75,8 @@ class RaceStage {
 
   absl::Status TakeCasualties(Lane* lane);
   absl::Status FinishRace(Lane* lane, const absl::StatusOr<RaceResult>& result);
+  // What a race that ended well found out.
+  absl::Status StoreRace(Lane* lane, const RaceResult& result);
   absl::Status RememberWrong(const Lane& lane);
   absl::Status StoreWinner(size_t index, const std::vector<RaceEntry>& entries,
                            const RaceResult& result);

@@ -26,6 +26,7 @@
 #include "tests/templates/gpu_intrinsics.h"
 #include "tests/templates/gpu_plan.h"
 #include "tests/templates/mx_call.h"
+#include "tests/templates/mx_plan_checks.h"
 #include "tests/templates/mx_qmma_variant.h"
 #include "tests/templates/test_data.h"
 
@@ -36,6 +37,7 @@ using testing::GeometryOf;
 using testing::MxCall;
 using testing::MxQmmaVariant;
 using testing::MxQmmaVariants;
+using testing::MxSlices;
 using testing::RowError;
 using testing::SplitMix64;
 using testing::WorstRow;
@@ -154,16 +156,12 @@ TEST(MxCodesTest, TwoTilesAndAPermutedOperandGiveTheDenseProduct) {
 
 // ---- running a plan --------------------------------------------------------
 
-struct Slices {
-  int64_t fc1 = 1;
-  int64_t fc2 = 1;
-};
-
 // Launches the template's plan for `capacity` tokens on the variant, with an
 // arena of `poison`. Returns [m][H].
 std::vector<float> RunPlan(const MxQmmaVariant& v, const MxCall& call,
                            uint32_t capacity, uint8_t poison,
-                           Slices slices = {}, Order order = Order::kForward) {
+                           MxSlices slices = {},
+                           Order order = Order::kForward) {
   Problem problem;
   problem.geometry = call.problem.geometry;
   problem.interval = {1, capacity};
@@ -189,6 +187,13 @@ std::vector<float> RunPlan(const MxQmmaVariant& v, const MxCall& call,
       poison, order);
 }
 
+// RunPlan of a variant, for mx_plan_checks.h.
+testing::MxRunner Runner(const MxQmmaVariant& v) {
+  return [&v](const MxCall& call, const testing::MxRun& run) {
+    return RunPlan(v, call, run.capacity, run.poison, run.slices, run.order);
+  };
+}
+
 class MxQmmaKernelTest : public ::testing::TestWithParam<MxQmmaVariant> {};
 
 INSTANTIATE_TEST_SUITE_P(Variants, MxQmmaKernelTest,
@@ -197,76 +202,27 @@ INSTANTIATE_TEST_SUITE_P(Variants, MxQmmaKernelTest,
 
 TEST_P(MxQmmaKernelTest, KeepsTheRoundingBoundariesOfItsArm) {
   const MxQmmaVariant& v = GetParam();
-  for (const uint32_t tokens : {1u, 19u}) {
-    SCOPED_TRACE("m=" + std::to_string(tokens));
-    const MxCall call(GeometryOf(v), tokens, 77 + tokens);
-    const std::vector<float> out = RunPlan(v, call, 24, 0xFF);
-    const RowError error =
-        WorstRow(out, call.Expected(ReferenceMode::kStagedW4A8), v.hidden);
-    EXPECT_LE(error.relative, 1e-3);
-    EXPECT_GE(error.cosine, 0.99995);
-    EXPECT_TRUE(std::any_of(out.begin(), out.end(), [](float value) {
-      return std::fabs(value) > 0.1f;
-    }));
-  }
+  testing::ExpectRoundingBoundaries(v, ReferenceMode::kStagedW4A8, Runner(v));
 }
 
 TEST_P(MxQmmaKernelTest, SlicesOfTheProductsAreAdded) {
   const MxQmmaVariant& v = GetParam();
-  const MxCall call(GeometryOf(v), 5, 11);
-  const Slices slices = {.fc1 = 4, .fc2 = v.inter >= 256 ? 2 : 1};
-  const std::vector<float> out = RunPlan(v, call, 5, 0x7B, slices);
-  const RowError error =
-      WorstRow(out, call.Expected(ReferenceMode::kStagedW4A8), v.hidden);
-  EXPECT_LE(error.relative, 1e-3);
+  testing::ExpectSlicesAreAdded(v, ReferenceMode::kStagedW4A8, Runner(v));
 }
 
 TEST_P(MxQmmaKernelTest, ReadsNothingThatTheLaunchDidNotWrite) {
   const MxQmmaVariant& v = GetParam();
-  const MxCall call(GeometryOf(v), 5, 6);
-  const std::vector<float> first = RunPlan(v, call, 12, 0xFF);
-  for (const uint8_t poison : {uint8_t{0x00}, uint8_t{0x7B}}) {
-    const std::vector<float> again = RunPlan(v, call, 12, poison);
-    EXPECT_EQ(
-        std::memcmp(first.data(), again.data(), first.size() * sizeof(float)),
-        0);
-  }
+  testing::ExpectNothingUnwrittenIsRead(v, Runner(v));
 }
 
 TEST_P(MxQmmaKernelTest, TheOrderOfThreadsDoesNotShow) {
   const MxQmmaVariant& v = GetParam();
-  const MxCall call(GeometryOf(v), 7, 12);
-  const std::vector<float> forward = RunPlan(v, call, 7, 0xFF);
-  const std::vector<float> backward =
-      RunPlan(v, call, 7, 0xFF, {}, Order::kBackward);
-  EXPECT_EQ(std::memcmp(forward.data(), backward.data(),
-                        forward.size() * sizeof(float)),
-            0);
+  testing::ExpectTheOrderOfThreadsDoesNotShow(v, Runner(v));
 }
 
-// A NaN in x or in a router weight shows in the rows that use it, and in no
-// other: tokens 2 and 4 have routes, token 3 has none.
 TEST_P(MxQmmaKernelTest, NanStaysInTheRowsThatUseIt) {
   const MxQmmaVariant& v = GetParam();
-  MxCall call(GeometryOf(v), 6, 7);
-  const uint32_t k = v.top_k;
-  for (uint32_t j = 0; j < k; ++j) {
-    call.SetId(call.problem.geometry, 2 * k + j, j % v.experts);
-    call.SetId(call.problem.geometry, 3 * k + j, -1);
-    call.SetId(call.problem.geometry, 4 * k + j, j == 0 ? 1 : -1);
-  }
-  const std::vector<float> before = RunPlan(v, call, 6, 0xFF);
-  const uint16_t nan = v.x_bf16 ? 0x7FC0 : 0x7E00;
-  const float weight = NAN;
-  std::string& x = call.at(MxParam::kX);
-  std::string& weights = call.at(MxParam::kTopkWeights);
-  std::memcpy(x.data() + 2 * (2 * v.hidden + 100), &nan, 2);
-  std::memcpy(x.data() + 2 * (3 * v.hidden + 1), &nan, 2);
-  // Of routes that are not active.
-  std::memcpy(weights.data() + 4 * (3 * k), &weight, 4);
-  std::memcpy(weights.data() + 4 * (4 * k + 1), &weight, 4);
-  const std::vector<float> after = RunPlan(v, call, 6, 0xFF);
-  testing::ExpectNanInItsRowAlone(before, after, v.hidden, 2);
+  testing::ExpectNanStaysInTheRowsThatUseIt(v, Runner(v));
 }
 
 // Scales of neighbouring blocks that differ by up to 2^20, in another order for

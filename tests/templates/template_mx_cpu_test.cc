@@ -12,6 +12,7 @@
 #include "templates/fused_moe/op_mx.h"
 #include "templates/registry.h"
 #include "tests/support/status_matchers.h"
+#include "tests/templates/mx_arm_checks.h"
 
 namespace kiln {
 namespace {
@@ -22,30 +23,14 @@ using ::testing::IsEmpty;
 using testing::IsOkAndHolds;
 using testing::StatusIs;
 
-Problem ProblemFor(uint32_t m_min, uint32_t m_max) {
-  Problem problem;
-  RequestGeometry& g = problem.geometry;
-  g.hidden = 1024;
-  g.intermediate = 384;
-  g.experts = 16;
-  g.top_k = 4;
-  g.weights.format = WeightFormat::kTrellisMx;
-  g.weights.bits = {.gate = 3, .up = 3, .down = 3};
-  g.recipe = Recipe::kW4A8;
-  g.mx = {.limit = "10", .smallm_max_tokens = 8};
-  problem.interval = {m_min, m_max};
-  problem.device = AssumedProfile({.backend = Backend::kCpu, .level = 3});
-  problem.device.multiprocessors = 4;
-  return problem;
+DeviceProfile Device() {
+  DeviceProfile device = AssumedProfile({.backend = Backend::kCpu, .level = 3});
+  device.multiprocessors = 4;
+  return device;
 }
 
-// The same with the direct arm, up to 8 tokens too.
-Problem DirectFor(uint32_t m_min, uint32_t m_max,
-                  Remainder remainder = Remainder::kRp2) {
-  Problem problem = ProblemFor(m_min, m_max);
-  problem.geometry.mx = {
-      .limit = "10", .direct_max_tokens = 8, .remainder = remainder};
-  return problem;
+Problem ProblemFor(uint32_t m_min, uint32_t m_max) {
+  return testing::MxProblemFor(Device(), m_min, m_max);
 }
 
 ParamSpace SpaceOf(const Problem& problem) {
@@ -103,89 +88,20 @@ TEST(FusedMoeMxCpuTemplateTest, ZeroSendsOneTokenToTheGroupedArm) {
 }
 
 TEST(FusedMoeMxCpuTemplateTest, TheOtherArmIsNoCandidate) {
-  const Problem problem = ProblemFor(9, 32);
-  Assignment other = SpaceOf(problem).points.front();
-  other["activation_bits"] = 16;
-  EXPECT_THAT(FusedMoeMxCpuTemplate()->MakeBody(problem, other),
-              StatusIs(absl::StatusCode::kInvalidArgument,
-                       HasSubstr("activation_bits 16: the interval is that of "
-                                 "the grouped arm, which has 8")));
+  testing::ExpectTheOtherArmIsNoCandidate(*FusedMoeMxCpuTemplate(), Device());
 }
 
 TEST(FusedMoeMxCpuTemplateTest, AnIntervalOnBothSidesOfTheLimitHasNoCandidate) {
-  const ParamSpace space = SpaceOf(ProblemFor(5, 32));
-  EXPECT_THAT(space.points, IsEmpty());
-  ASSERT_EQ(space.rejects.size(), 1u);
-  EXPECT_THAT(space.rejects[0].reason,
-              HasSubstr("interval 5..32 has tokens on both sides of "
-                        "smallm_max_tokens, 8"));
-  const ParamSpace direct = SpaceOf(DirectFor(5, 32));
-  EXPECT_THAT(direct.points, IsEmpty());
-  ASSERT_EQ(direct.rejects.size(), 1u);
-  EXPECT_THAT(direct.rejects[0].reason,
-              HasSubstr("interval 5..32 has tokens on both sides of "
-                        "direct_max_tokens, 8"));
+  testing::ExpectNoCandidateOnBothSidesOfALimit(*FusedMoeMxCpuTemplate(),
+                                                Device());
 }
 
-// Beyond the limit, and without a remainder up to it, candidates are those of a
-// request whose every token count has the grouped arm: the same points,
-// programs and launches.
 TEST(FusedMoeMxCpuTemplateTest, WithoutARemainderPlansAreThoseOfTheGroupedArm) {
-  for (const Problem& problem :
-       {DirectFor(9, 32), DirectFor(9, 32, Remainder::kNone),
-        DirectFor(1, 8, Remainder::kNone)}) {
-    Problem grouped = problem;
-    grouped.geometry.mx = {.limit = "10"};
-    const std::vector<Assignment> points = SpaceOf(problem).points;
-    ASSERT_EQ(points, SpaceOf(grouped).points);
-    const KernelTemplate& t = *FusedMoeMxCpuTemplate();
-    for (size_t i = 0; i < points.size(); i += 7) {
-      ASSERT_OK_AND_ASSIGN(const PlanBody body, t.MakeBody(problem, points[i]));
-      EXPECT_THAT(t.MakeBody(grouped, points[i]), IsOkAndHolds(body));
-      const std::vector<SourceUnit> units =
-          t.MakeUnits(problem.geometry, problem.device.target, points[i]);
-      const std::vector<SourceUnit> same =
-          t.MakeUnits(grouped.geometry, grouped.device.target, points[i]);
-      ASSERT_EQ(units.size(), same.size());
-      for (size_t u = 0; u < units.size(); ++u) {
-        EXPECT_EQ(units[u].text, same[u].text);
-      }
-    }
-  }
+  testing::ExpectPlansOfTheGroupedArm(*FusedMoeMxCpuTemplate(), Device());
 }
 
 TEST(FusedMoeMxCpuTemplateTest, ARemainderIsTwoTermsUpToTheLimitAlone) {
-  for (const Interval interval : {Interval{1, 1}, Interval{5, 8}}) {
-    const Problem problem = DirectFor(interval.m_min, interval.m_max);
-    EXPECT_THAT(MxArmOf(problem.geometry, interval),
-                IsOkAndHolds(MxArm::kDirectRp2));
-    const ParamSpace space = SpaceOf(problem);
-    ASSERT_FALSE(space.points.empty());
-    for (const Assignment& point : space.points) {
-      ASSERT_EQ(point.at("activation_bits"), 8);
-      ASSERT_EQ(point.at("activation_terms"), 2);
-      ASSERT_OK_AND_ASSIGN(const PlanBody body,
-                           FusedMoeMxCpuTemplate()->MakeBody(problem, point));
-      ASSERT_TRUE(absl::StartsWith(body.numerics_class, "mx.w4a8rp2.fold32"));
-      ASSERT_EQ(body.tolerance, 4e-3);
-    }
-    for (const SourceUnit& unit : FusedMoeMxCpuTemplate()->MakeUnits(
-             problem.geometry, problem.device.target, space.points.front())) {
-      EXPECT_THAT(unit.text, HasSubstr("#define KILN_ACTIVATION_TERMS 2\n"));
-    }
-    Assignment one_term = space.points.front();
-    one_term.erase("activation_terms");
-    EXPECT_THAT(FusedMoeMxCpuTemplate()->MakeBody(problem, one_term),
-                StatusIs(absl::StatusCode::kInvalidArgument,
-                         HasSubstr("axis activation_terms has no value")));
-  }
-  const Problem beyond = DirectFor(9, 32);
-  Assignment two_terms = SpaceOf(beyond).points.front();
-  EXPECT_EQ(two_terms.count("activation_terms"), 0u);
-  two_terms["activation_terms"] = 2;
-  EXPECT_THAT(FusedMoeMxCpuTemplate()->MakeBody(beyond, two_terms),
-              StatusIs(absl::StatusCode::kInvalidArgument,
-                       HasSubstr("axes, expected")));
+  testing::ExpectTwoTermsUpToTheLimitAlone(*FusedMoeMxCpuTemplate(), Device());
 }
 
 TEST(FusedMoeMxCpuTemplateTest, StepsCoverEveryRowChannelAndRoute) {
@@ -242,8 +158,8 @@ TEST(FusedMoeMxCpuTemplateTest,
 }
 
 TEST(FusedMoeMxCpuTemplateTest, BothTermsOfAnActivationHaveNumbersAndScales) {
-  const Problem one = DirectFor(1, 8, Remainder::kNone);
-  const Problem two = DirectFor(1, 8);
+  const Problem one = testing::MxDirectFor(Device(), 1, 8, Remainder::kNone);
+  const Problem two = testing::MxDirectFor(Device(), 1, 8);
   for (Assignment point : SpaceOf(one).points) {
     ASSERT_OK_AND_ASSIGN(const PlanBody single,
                          FusedMoeMxCpuTemplate()->MakeBody(one, point));

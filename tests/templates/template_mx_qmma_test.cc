@@ -13,6 +13,7 @@
 #include "templates/fused_moe/template_mx_cuda.h"
 #include "templates/registry.h"
 #include "tests/support/status_matchers.h"
+#include "tests/templates/mx_arm_checks.h"
 #include "tests/templates/plan_parts.h"
 
 namespace kiln {
@@ -29,19 +30,7 @@ constexpr Target kScaled = {Backend::kCuda, 120, true};
 
 Problem ProblemFor(const Target& target, uint32_t m_min = 9,
                    uint32_t m_max = 33) {
-  Problem problem;
-  RequestGeometry& g = problem.geometry;
-  g.hidden = 1024;
-  g.intermediate = 384;
-  g.experts = 16;
-  g.top_k = 4;
-  g.weights.format = WeightFormat::kTrellisMx;
-  g.weights.bits = {.gate = 3, .up = 3, .down = 3};
-  g.recipe = Recipe::kW4A8;
-  g.mx = {.limit = "10", .smallm_max_tokens = 8};
-  problem.interval = {m_min, m_max};
-  problem.device = AssumedProfile(target);
-  return problem;
+  return testing::MxProblemFor(AssumedProfile(target), m_min, m_max);
 }
 
 ParamSpace SpaceOf(const Problem& problem) {
@@ -90,12 +79,10 @@ TEST(FusedMoeMxQmmaTemplateTest, ServesArmsOfE4m3WithOneTerm) {
   ASSERT_EQ(both.rejects.size(), 1u);
   EXPECT_THAT(both.rejects[0].reason, HasSubstr("has tokens on both sides"));
 
-  Problem direct = ProblemFor(kScaled, 5, 8);
-  direct.geometry.mx.smallm_max_tokens = 0;
-  direct.geometry.mx.direct_max_tokens = 8;
-  EXPECT_FALSE(SpaceOf(direct).points.empty());
-  direct.geometry.mx.remainder = Remainder::kRp2;
-  const ParamSpace two_terms = SpaceOf(direct);
+  const DeviceProfile device = AssumedProfile(kScaled);
+  EXPECT_FALSE(SpaceOf(testing::MxDirectFor(device, 5, 8, Remainder::kNone))
+                   .points.empty());
+  const ParamSpace two_terms = SpaceOf(testing::MxDirectFor(device, 5, 8));
   EXPECT_THAT(two_terms.points, IsEmpty());
   ASSERT_EQ(two_terms.rejects.size(), 1u);
   EXPECT_THAT(two_terms.rejects[0].reason, HasSubstr("with one term"));
