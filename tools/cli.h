@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "cache/plan_cache.h"
 #include "compiler/spec/manifest.h"
+#include "compiler/spec/plan.h"
 #include "compiler/spec/target.h"
 #include "compiler/toolchain_probe.h"
 #include "tuner/capacity_curve.h"
@@ -50,6 +51,7 @@ struct PlanningOptions {
   std::vector<std::string> targets;
   uint32_t max_capacity = 0;
   int max_candidates = 0;
+  uint64_t max_arena = kArenaBytesMax;
   std::vector<int> devices = {0};
   bool compile_only = false;
   bool exhaustive = false;

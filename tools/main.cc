@@ -105,6 +105,10 @@ void AddKeyOptions(CLI::App* verb, kiln::PlanningOptions* planning,
                    "6 on CPUs)")
       ->type_name("N")
       ->check(CLI::Range(1, 4096));
+  verb->add_option("--max-arena", planning->max_arena,
+                   "Only candidates that need at most so much scratch: 512MiB")
+      ->type_name("SIZE")
+      ->transform(CLI::AsSizeValue(false));
   verb->add_flag("--exhaustive", planning->exhaustive,
                  "All legal candidates: the cost model leaves none out")
       ->excludes("--max-candidates");

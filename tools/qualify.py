@@ -31,9 +31,9 @@ SUITE = "suite.v1.json"
 SUITE_VERSION = 1
 # Candidates per interval and template. A GPU machine compiles many at once.
 CANDIDATES = {"cuda": 16, "cpu": 4}
-# What requests of few experts are asked for beyond their own capacities, so that
-# candidates for many rows per expert are verified too.
-MORE_ROWS = {"cuda": [700], "cpu": []}
+# What requests of so many experts are asked for beyond their own capacities, so
+# that candidates for many rows per expert are verified too.
+MORE_ROWS = {"cuda": {8: [700], 1: [700, 1100]}, "cpu": {}}
 # Launches of the bundle at a time; on a GPU most of each is starting up.
 CHECKERS = {"cuda": 8, "cpu": 1}
 
@@ -78,10 +78,10 @@ def write_manifest(path, manifest, requests):
 
 def with_more_rows(request, capacities):
     """The request with further capacities, where they cost little to verify."""
-    if (request["op"] != "fused_moe" or request["weights"]["format"] != "exl3"
-            or request["experts"] > 8):
+    if request["op"] != "fused_moe" or request["weights"]["format"] != "exl3":
         return request
-    return {**request, "capacities": request["capacities"] + capacities}
+    more = capacities.get(request["experts"], [])
+    return {**request, "capacities": request["capacities"] + more}
 
 
 def main():

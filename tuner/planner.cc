@@ -40,10 +40,11 @@ std::string ServedOn(const RequestGeometry& geometry) {
 }
 
 // Empty, or why no runtime would take the body at m_max tokens.
-std::string LimitThatBreaks(const PlanBody& body, uint32_t m_max) {
-  if (body.arena.bytes > kArenaBytesMax) {
+std::string LimitThatBreaks(const PlanBody& body, uint32_t m_max,
+                            uint64_t arena_bytes_max) {
+  if (body.arena.bytes > arena_bytes_max) {
     return absl::StrCat("an arena of ", body.arena.bytes,
-                        " bytes exceeds the limit of ", kArenaBytesMax);
+                        " bytes exceeds the limit of ", arena_bytes_max);
   }
   for (const Step& step : body.steps) {
     for (size_t d = 0; d < step.grid.size(); ++d) {
@@ -118,6 +119,7 @@ Planner::Planner(const RequestGeometry& geometry, const DeviceProfile& device,
   KILN_CHECK(options.candidates_max >= 1);
   space_.toolchain = toolchain;
   space_.candidates_max = options.candidates_max;
+  space_.arena_bytes_max = options.arena_bytes_max;
   space_.warm_l2 = options.warm_l2;
   // Who wants all candidates gets them.
   if (options.ceilings.has_value() && options.candidates_max < kAllCandidates) {
@@ -168,7 +170,7 @@ std::string Planner::ReasonAgainst(const PlanBody& body,
     return absl::StrCat("numerics class ", body.numerics_class,
                         " is not admitted: repeats may differ");
   }
-  return LimitThatBreaks(body, interval.m_max);
+  return LimitThatBreaks(body, interval.m_max, space_.arena_bytes_max);
 }
 
 void Planner::Prune(const Problem& problem, bool by_model,

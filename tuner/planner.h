@@ -65,6 +65,8 @@ using AttachedTemplates = std::vector<std::shared_ptr<const KernelTemplate>>;
 // How candidates are chosen.
 struct PlannerOptions {
   int candidates_max = 1;  // per interval, at least 1
+  // Scratch that a candidate may ask for.
+  uint64_t arena_bytes_max = kArenaBytesMax;
   // Of the device; the cost model leaves nothing out without them.
   std::optional<Ceilings> ceilings = std::nullopt;
   bool warm_l2 = false;  // how they will be timed

@@ -560,6 +560,7 @@ absl::StatusOr<std::vector<ResolvedInterval>> ResolveIntervals(
         options.candidates_max > 0
             ? options.candidates_max
             : DefaultCandidatesMax(context.target.backend);
+    planning.arena_bytes_max = options.arena_bytes_max;
     planning.ceilings = context.ceilings;
     planning.warm_l2 = options.warm_l2;
     planning.attached = options.attached;

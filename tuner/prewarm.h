@@ -68,6 +68,7 @@ struct PrewarmOptions {
   std::vector<Target> targets;
   uint32_t capacity_max = 0;  // drop larger capacities; 0 keeps all
   int candidates_max = 0;     // per interval; 0 = DefaultCandidatesMax
+  uint64_t arena_bytes_max = kArenaBytesMax;  // of a candidate
   // Numerics that winners must keep; absent: any.
   std::optional<KeptNumerics> keep_numerics;
   bool warm_l2 = false;              // time with weights in the L2

@@ -83,6 +83,7 @@ PlanKey MakePlanKey(const RequestGeometry& geometry, const Interval& interval,
   std::sort(templates.begin(), templates.end());
   encoder.Begin("candidates")
       .Number("limit", space.candidates_max)
+      .Number("arena_bytes_max", static_cast<int64_t>(space.arena_bytes_max))
       .Text("balance", space.balance)
       .Text("numerics_class", space.numerics_class)
       .Flag("warm_l2", space.warm_l2);

@@ -49,6 +49,7 @@ struct CandidateSpace {
   std::vector<TemplateIdentity> templates;  // order does not matter
   Toolchain toolchain;
   int candidates_max = 0;
+  uint64_t arena_bytes_max = kArenaBytesMax;
   // What the cost model goes by when it leaves candidates out; empty when it
   // leaves none out. See Ceilings::Balance.
   std::string balance = {};

@@ -169,7 +169,7 @@ std::string LinearToString(const RequestGeometry& geometry) {
                       CodebookName(geometry.weights.codebook), " K", shape.bits,
                       " ", RecipeName(geometry.recipe), " ",
                       DTypeName(geometry.io_dtype), shape.bias ? " bias" : "",
-                      geometry.deterministic ? " deterministic" : "");
+                      geometry.deterministic ? "" : " nondeterministic");
 }
 
 // What a format adds to a request's line behind its own name, the activation
@@ -241,7 +241,7 @@ std::string RequestGeometry::ToString() const {
       ActivationName(activation), texts.activation, " ", RecipeName(recipe),
       texts.recipe, " ", DTypeName(io_dtype), " ", DTypeName(id_dtype),
       weights.shared_scales ? " shared scales" : "",
-      deterministic ? " deterministic" : "");
+      deterministic ? "" : " nondeterministic");
 }
 
 std::vector<Interval> Request::Intervals() const {

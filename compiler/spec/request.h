@@ -124,8 +124,9 @@ struct RequestGeometry {
   DType id_dtype = DType::kI32;   // of topk_ids
   Weights weights;
   Recipe recipe = Recipe::kW4A16;
-  // True when only candidates with bit-identical repeats are legal.
-  bool deterministic = false;
+  // Only candidates with bit-identical repeats are legal. False also admits
+  // sums whose order differs between repeats.
+  bool deterministic = true;
   LinearShape linear;  // of linear
   TrellisMx mx;        // of fused_moe over weights of trellis_mx
   Qsrt qsrt;           // of fused_moe over weights of qsrt

@@ -54,11 +54,47 @@ KILN_FN u32 WarpSum(u32 v) {
   return v;
 }
 
-// Sorts routes by expert, stably. Block e serves expert e: it counts all
-// experts' routes, so that it knows where its own run starts without talking
-// to another block, then writes its run in ascending route order.
+// Tiles of an expert that has `count` sorted rows from `first` on: the
+// begin'th and then every stride'th.
 //   kShareUnit: 0 fills all tiles of an expert but the last; otherwise they
 //   share its rows evenly, in whole such units. Divides tokens_tile.
+template <u32 kShareUnit>
+KILN_FN void WriteTiles(u32 expert, u32 first, u32 count, u32 first_tile,
+                        u32 begin, u32 stride, u32 tokens_tile, Tile* tiles) {
+  const u32 own_tiles = (count + tokens_tile - 1) / tokens_tile;
+  // At most tokens_tile, and the last tile gets some: count is above
+  // (own_tiles - 1) * tokens_tile.
+  u32 share = tokens_tile;
+  if constexpr (kShareUnit != 0) {
+    if (own_tiles != 0) {
+      share = (count + own_tiles - 1) / own_tiles;
+      share = (share + kShareUnit - 1) / kShareUnit * kShareUnit;
+    }
+  }
+  for (u32 i = begin; i < own_tiles; i += stride) {
+    const u32 left = count - i * share;
+    Tile tile;
+    tile.expert = expert;
+    tile.first = first + i * share;
+    tile.rows = left < share ? left : share;
+    tile.unused = 0;
+    tiles[first_tile + i] = tile;
+  }
+}
+
+KILN_FN void WriteTotals(u32 tiles, u32 rows, Totals* totals) {
+  Totals sum;
+  sum.tiles = tiles;
+  sum.rows = rows;
+  sum.unused[0] = sum.unused[1] = 0;
+  *totals = sum;
+}
+
+// Sorts routes by expert, stably. Block e serves expert e: it counts all
+// experts' routes, so that it knows where its own run starts without talking
+// to another block, then writes its run in ascending route order. Every block
+// reads all routes: for many of them see CountSegment and PlaceSegment.
+//   kShareUnit: see WriteTiles
 template <u32 kExperts, u32 kShareUnit = 0, typename Id>
 KILN_FN void RouteBlock(const Id* ids, Row* rows, u32* positions, Tile* tiles,
                         Totals* totals, u32 routes, u32 tokens_tile) {
@@ -109,30 +145,10 @@ KILN_FN void RouteBlock(const Id* ids, Row* rows, u32* positions, Tile* tiles,
   const u32 count = counts[expert];
   const u32 own_tiles = (count + tokens_tile - 1) / tokens_tile;
   if (expert == kExperts - 1 && threadIdx.x == 0) {
-    Totals sum;
-    sum.tiles = first_tile + own_tiles;
-    sum.rows = first + count;
-    sum.unused[0] = sum.unused[1] = 0;
-    *totals = sum;
+    WriteTotals(first_tile + own_tiles, first + count, totals);
   }
-  // At most tokens_tile, and the last tile gets some: count is above
-  // (own_tiles - 1) * tokens_tile.
-  u32 share = tokens_tile;
-  if constexpr (kShareUnit != 0) {
-    if (own_tiles != 0) {
-      share = (count + own_tiles - 1) / own_tiles;
-      share = (share + kShareUnit - 1) / kShareUnit * kShareUnit;
-    }
-  }
-  for (u32 i = threadIdx.x; i < own_tiles; i += kRouteThreads) {
-    const u32 left = count - i * share;
-    Tile tile;
-    tile.expert = expert;
-    tile.first = first + i * share;
-    tile.rows = left < share ? left : share;
-    tile.unused = 0;
-    tiles[first_tile + i] = tile;
-  }
+  WriteTiles<kShareUnit>(expert, first, count, first_tile, threadIdx.x,
+                         kRouteThreads, tokens_tile, tiles);
 
   // Block 0 also marks the inactive routes.
   if (count == 0 && expert != 0) return;
@@ -152,6 +168,147 @@ KILN_FN void RouteBlock(const Id* ids, Row* rows, u32* positions, Tile* tiles,
       positions[route] = kNone;
     }
     position += __popc(mask);
+  }
+}
+
+// ---- routing in two launches -----------------------------------------------
+//
+// For many routes, with work in proportion to them. Routes are cut into
+// segments of `length`, a multiple of kRouteThreads and at most 65535, of which
+// there are at most 128 or so: one launch counts the experts of every segment,
+// and from all counts the next one knows where each of its own routes goes.
+// Block s of both serves segment s; both have kRouteThreads threads.
+
+// counts[segment][expert]: how many routes.
+template <u32 kExperts, typename Id>
+KILN_FN void CountSegment(const Id* ids, u32* counts, u32 routes, u32 length) {
+  __shared__ u32 own[kExperts];
+  for (u32 e = threadIdx.x; e < kExperts; e += kRouteThreads) own[e] = 0;
+  __syncthreads();
+  const u32 begin = blockIdx.x * length;
+  const u32 end = begin + length < routes ? begin + length : routes;
+#pragma unroll 4
+  for (u32 route = begin + threadIdx.x; route < end; route += kRouteThreads) {
+    const u32 found = ExpertOf<kExperts>(ids[route]);
+    if (found < kExperts) atomicAdd(&own[found], 1u);
+  }
+  __syncthreads();
+  for (u32 e = threadIdx.x; e < kExperts; e += kRouteThreads) {
+    counts[blockIdx.x * kExperts + e] = own[e];
+  }
+}
+
+// Inclusive sum over the lanes up to this one.
+KILN_FN u32 WarpScan(u32 v, u32 lane) {
+  for (u32 step = 1; step < 32; step *= 2) {
+    const u32 before = __shfl_sync(0xFFFFFFFFu, v, (lane - step) % 32);
+    v += lane >= step ? before : 0;
+  }
+  return v;
+}
+
+// Bytes of the dynamic shared memory of PlaceSegment.
+template <u32 kExperts>
+constexpr u32 kPlaceBytes = kRouteWarps* kExperts * 2;
+
+// What RouteBlock writes. Blocks beyond the segments of `routes` do nothing.
+template <u32 kExperts, u32 kShareUnit, typename Id>
+KILN_FN void PlaceSegment(const Id* ids, const u32* counts, Row* rows,
+                          u32* positions, Tile* tiles, Totals* totals,
+                          u32 routes, u32 length, u32 tokens_tile) {
+  static_assert(kExperts <= kRouteThreads, "a thread for each expert");
+  __shared__ u32 next[kExperts];  // where the segment's first route goes
+  __shared__ u32 warp_rows[kRouteWarps];
+  __shared__ u32 warp_tiles[kRouteWarps];
+  // Of each warp and expert: routes, then those of the warps before it.
+  u16* const table = reinterpret_cast<u16*>(DynamicShared());
+  const u32 segment = blockIdx.x;
+  const u32 segments = (routes + length - 1) / length;
+  if (segment >= segments) return;
+  const u32 lane = threadIdx.x % 32;
+  const u32 warp = threadIdx.x / 32;
+  u16* const own = table + warp * kExperts;
+
+  // Thread e knows how many routes expert e has, and how many of them lie in
+  // the segments before this one.
+  const u32 expert = threadIdx.x;
+  u32 count = 0, before = 0;
+  if (expert < kExperts) {
+#pragma unroll 8
+    for (u32 s = 0; s < segments; ++s) {
+      const u32 some = counts[s * kExperts + expert];
+      count += some;
+      before += s < segment ? some : 0;
+    }
+  }
+  const u32 own_tiles = (count + tokens_tile - 1) / tokens_tile;
+  const u32 rows_upto = WarpScan(count, lane);
+  const u32 tiles_upto = WarpScan(own_tiles, lane);
+  if (lane == 31) {
+    warp_rows[warp] = rows_upto;
+    warp_tiles[warp] = tiles_upto;
+  }
+  for (u32 e = lane; e < kExperts; e += 32) own[e] = 0;
+  __syncthreads();
+  const u32 first =
+      rows_upto - count + WarpSum(lane < warp ? warp_rows[lane] : 0);
+  const u32 first_tile =
+      tiles_upto - own_tiles + WarpSum(lane < warp ? warp_tiles[lane] : 0);
+  if (expert < kExperts) {
+    next[expert] = first + before;
+    WriteTiles<kShareUnit>(expert, first, count, first_tile, segment, segments,
+                           tokens_tile, tiles);
+    if (expert == kExperts - 1 && segment == 0) {
+      WriteTotals(first_tile + own_tiles, first + count, totals);
+    }
+  }
+
+  // A warp has a contiguous range of the segment: it counts, and once the
+  // counts of the warps before it are known, it places.
+  const u32 range = length / kRouteWarps;
+  const u32 from = segment * length + warp * range;
+  const u32 begin = from < routes ? from : routes;
+  const u32 end = begin + range < routes ? begin + range : routes;
+  const u32 below = (1u << lane) - 1;
+  for (u32 base = begin; base < end; base += 32) {
+    const u32 route = base + lane;
+    const u32 found = route < end ? ExpertOf<kExperts>(ids[route]) : kExperts;
+    const u32 same = __match_any_sync(0xFFFFFFFFu, found);
+    if (found < kExperts && (same & below) == 0) {
+      own[found] = static_cast<u16>(own[found] + __popc(same));
+    }
+    __syncwarp();
+  }
+  __syncthreads();
+  if (expert < kExperts) {
+    u32 sum = 0;
+    for (u32 w = 0; w < kRouteWarps; ++w) {
+      u16& at = table[w * kExperts + expert];
+      const u32 some = at;
+      at = static_cast<u16>(sum);
+      sum += some;
+    }
+  }
+  __syncthreads();
+  for (u32 base = begin; base < end; base += 32) {
+    const u32 route = base + lane;
+    const u32 found = route < end ? ExpertOf<kExperts>(ids[route]) : kExperts;
+    const u32 same = __match_any_sync(0xFFFFFFFFu, found);
+    if (found < kExperts) {
+      const u32 at = next[found] + own[found] + __popc(same & below);
+      Row row;
+      row.route = route;
+      row.expert = found;
+      rows[at] = row;
+      positions[route] = at;
+    } else if (route < end) {
+      positions[route] = kNone;
+    }
+    __syncwarp();
+    if (found < kExperts && (same & below) == 0) {
+      own[found] = static_cast<u16>(own[found] + __popc(same));
+    }
+    __syncwarp();
   }
 }
 

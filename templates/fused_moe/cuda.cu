@@ -12,10 +12,10 @@
 //   KILN_X_BF16, KILN_ID_I64, KILN_SHARED_SUH (0 or 1), and
 //   KILN_PART: 0 support entries (route, rotate, activate, combine)
 //              1 fc1 and fc2, 2 fc1 alone, 3 fc2 alone
-//   KILN_WARP_ROWS (part 0): rows that a warp of activate takes at once,
-//   default 1 KILN_OPERAND_ORDER (part 0): 0 (default) input channels of
-//   operands in their order, 1
-//              in that of warpgroup.cu
+//   KILN_OPERAND_ORDER (part 0): 0 (default) input channels of operands in
+//              their order, 1 in that of warpgroup.cu
+//   KILN_ATOMIC_SUM (part 0, order 1, shared tables): 1 fc2 adds routes up in
+//              `out`, which routing clears; default 0
 // Axes, read by parts 1..3 only:
 //   KILN_TOKENS_TILE T     8 or a multiple of 16 up to 128: rows of one expert
 //                          per block
@@ -49,6 +49,9 @@
 #endif
 #ifndef KILN_OPERAND_ORDER
 #define KILN_OPERAND_ORDER 0
+#endif
+#ifndef KILN_ATOMIC_SUM
+#define KILN_ATOMIC_SUM 0
 #endif
 
 namespace {
@@ -162,26 +165,26 @@ __device__ __forceinline__ void Rotate(const RotationInput& input,
 
 #if KILN_SHARED_SUH
 
-// With shared tables the operands do not depend on the routes: blocks beyond
-// the experts rotate, kWarpRotations 128 blocks of one token each per warp.
-extern "C" __global__ void __launch_bounds__(kRouteThreads)
-    kiln_moe_route(const RouteId* __restrict__ ids, Row* __restrict__ rows,
-                   u32* __restrict__ positions, Tile* __restrict__ tiles,
-                   Totals* __restrict__ totals, const u16* __restrict__ x,
-                   const u16* __restrict__ gate_suh,
-                   const u16* __restrict__ up_suh,
-                   u16* __restrict__ gate_operand, u16* __restrict__ up_operand,
-                   u32 tokens, u32 tokens_tile) {
-  kd::BeginStep();
-  if (blockIdx.x < kExperts) {
-    kd::RouteBlock<kExperts, kShareUnit>(ids, rows, positions, tiles, totals,
-                                         tokens * kTopK, tokens_tile);
-    return;
-  }
+#if KILN_ATOMIC_SUM
+#define KILN_OUT_PARAMETER float* __restrict__ out,
+#define KILN_OUT out,
+#else
+#define KILN_OUT_PARAMETER
+#define KILN_OUT
+#endif
+
+namespace {
+
+// With shared tables the operands do not depend on the routes: blocks from
+// `before` on rotate, kWarpRotations 128 blocks of one token each per warp.
+__device__ __forceinline__ void RotateTokens(
+    u32 before, const u16* __restrict__ x, const u16* __restrict__ gate_suh,
+    const u16* __restrict__ up_suh, u16* __restrict__ gate_operand,
+    u16* __restrict__ up_operand, KILN_OUT_PARAMETER u32 tokens) {
   constexpr u32 kBlocks = kHidden / 128;
   const u32 lane = threadIdx.x % 32;
-  const u32 first = (blockIdx.x - kExperts) * (kRouteWarps * kWarpRotations) +
-                    threadIdx.x / 32;
+  const u32 first =
+      (blockIdx.x - before) * (kRouteWarps * kWarpRotations) + threadIdx.x / 32;
   const u32 items = tokens * kBlocks;
   RotationInput inputs[kWarpRotations];
 #pragma unroll
@@ -198,7 +201,53 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
     if (item < items) {
       Rotate(inputs[i], gate_operand, up_operand, item / kBlocks,
              item % kBlocks * 128 + lane * 4, lane);
+#if KILN_ATOMIC_SUM
+      // Items follow each other in `out`.
+      reinterpret_cast<float4*>(out)[item * 32 + lane] =
+          make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#endif
     }
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kRouteThreads)
+    kiln_moe_route(const RouteId* __restrict__ ids, Row* __restrict__ rows,
+                   u32* __restrict__ positions, Tile* __restrict__ tiles,
+                   Totals* __restrict__ totals, const u16* __restrict__ x,
+                   const u16* __restrict__ gate_suh,
+                   const u16* __restrict__ up_suh,
+                   u16* __restrict__ gate_operand, u16* __restrict__ up_operand,
+                   KILN_OUT_PARAMETER u32 tokens, u32 tokens_tile) {
+  kd::BeginStep();
+  if (blockIdx.x < kExperts) {
+    kd::RouteBlock<kExperts, kShareUnit>(ids, rows, positions, tiles, totals,
+                                         tokens * kTopK, tokens_tile);
+  } else {
+    RotateTokens(kExperts, x, gate_suh, up_suh, gate_operand, up_operand,
+                 KILN_OUT tokens);
+  }
+}
+
+// The same after kiln_moe_count, with `segments` blocks for routes.
+extern "C" __global__ void __launch_bounds__(kRouteThreads)
+    kiln_moe_place(const RouteId* __restrict__ ids, const u32* counts,
+                   Row* __restrict__ rows, u32* __restrict__ positions,
+                   Tile* __restrict__ tiles, Totals* __restrict__ totals,
+                   const u16* __restrict__ x, const u16* __restrict__ gate_suh,
+                   const u16* __restrict__ up_suh,
+                   u16* __restrict__ gate_operand, u16* __restrict__ up_operand,
+                   KILN_OUT_PARAMETER u32 tokens, u32 segments, u32 length,
+                   u32 tokens_tile) {
+  kd::BeginStep();
+  if (blockIdx.x < segments) {
+    kd::PlaceSegment<kExperts, kShareUnit>(ids, counts, rows, positions, tiles,
+                                           totals, tokens * kTopK, length,
+                                           tokens_tile);
+  } else {
+    RotateTokens(segments, x, gate_suh, up_suh, gate_operand, up_operand,
+                 KILN_OUT tokens);
   }
 }
 
@@ -211,6 +260,17 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
   kd::BeginStep();
   kd::RouteBlock<kExperts, kShareUnit>(ids, rows, positions, tiles, totals,
                                        tokens * kTopK, tokens_tile);
+}
+
+extern "C" __global__ void __launch_bounds__(kRouteThreads)
+    kiln_moe_place(const RouteId* __restrict__ ids, const u32* counts,
+                   Row* __restrict__ rows, u32* __restrict__ positions,
+                   Tile* __restrict__ tiles, Totals* __restrict__ totals,
+                   u32 tokens, u32 length, u32 tokens_tile) {
+  kd::BeginStep();
+  kd::PlaceSegment<kExperts, kShareUnit>(ids, counts, rows, positions, tiles,
+                                         totals, tokens * kTopK, length,
+                                         tokens_tile);
 }
 
 // Per-expert tables: operands per sorted row.
@@ -233,6 +293,14 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
 }
 
 #endif  // KILN_SHARED_SUH
+
+// Of many routes: what kiln_moe_place sorts them by.
+extern "C" __global__ void __launch_bounds__(kRouteThreads)
+    kiln_moe_count(const RouteId* __restrict__ ids, u32* __restrict__ counts,
+                   u32 tokens, u32 length) {
+  kd::BeginStep();
+  kd::CountSegment<kExperts>(ids, counts, tokens * kTopK, length);
+}
 
 // ---- activation and combining, products in rows ----------------------------
 #if KILN_OPERAND_ORDER == 0
@@ -459,6 +527,40 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
   StoreQuad(activated + static_cast<u64>(at) * kInter + column, c, gate, store);
 }
 
+#if KILN_ATOMIC_SUM
+
+// What is left of step 10 where fc2 has added the routes up: one 128 block of
+// one token per 16 lanes.
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    kiln_moe_finish(const u16* __restrict__ down_svh, float* out, u32 tokens) {
+  kd::BeginStep();
+  constexpr u32 kBlocks = kHidden / 128;
+  const u32 lane = threadIdx.x % 32;
+  const u32 warp_item = (blockIdx.x * kHelperWarps + threadIdx.x / 32) * 2;
+  const u32 item = warp_item + lane / 16;
+  const u32 items = tokens * kBlocks;
+  if (warp_item >= items) return;
+  float4* at = reinterpret_cast<float4*>(out + static_cast<u64>(item) * 128 +
+                                         lane % 16 * 8);
+  float4 low = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float4 high = low;
+  if (item < items) {
+    low = at[0];
+    high = at[1];
+  }
+  float sum[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  float svh[8];
+  Load8(down_svh + item % kBlocks * 128 + lane % 16 * 8, svh);
+  kd::HalfWarpHadamard128(sum, lane);
+#pragma unroll
+  for (u32 i = 0; i < 8; ++i) sum[i] *= svh[i];
+  if (item >= items) return;
+  at[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+  at[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+}
+
+#else
+
 // Steps 8 (rounding) to 10, as above: one 128 block of one token per 16 lanes.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     kiln_moe_combine(const u16* fc2, const u16* __restrict__ down_svh,
@@ -534,6 +636,8 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
   to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
   to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
 }
+
+#endif  // KILN_ATOMIC_SUM
 
 #endif  // KILN_OPERAND_ORDER
 

@@ -13,12 +13,37 @@ namespace {
 
 constexpr uint32_t kRouteThreads = 1024;
 constexpr uint32_t kHelperThreads = 128;
+constexpr uint32_t kDecodeThreads = 256;
 constexpr uint32_t kHelperWarps = kHelperThreads / 32;
+constexpr uint32_t kRouteWarps = kRouteThreads / 32;
+
+// Up to so many routes every expert's block reads them all.
+constexpr uint64_t kRoutesInOneLaunchMax = 8192;
+constexpr uint64_t kSegmentsMax = 128;
+
+// How routes are cut where one launch counts and the next one places; see
+// CountSegment in cuda/grouped.h.
+struct Segments {
+  uint32_t length = 0;
+  uint32_t count = 0;
+};
+
+Segments SegmentsOf(uint64_t routes) {
+  const auto rounded_up = [](uint64_t value, uint64_t unit) {
+    return (value + unit - 1) / unit;
+  };
+  const uint64_t length =
+      rounded_up(rounded_up(routes, kSegmentsMax), kRouteThreads) *
+      kRouteThreads;
+  return {static_cast<uint32_t>(length),
+          static_cast<uint32_t>(rounded_up(routes, length))};
+}
 
 }  // namespace
 
 SourceUnit GroupedSupportUnit(const RequestGeometry& geometry,
-                              uint32_t template_version, OperandOrder order) {
+                              uint32_t template_version,
+                              const GroupedForm& form) {
   SourceUnit unit;
   unit.name = "fused_moe/cuda.cu";
   unit.template_version = template_version;
@@ -26,9 +51,14 @@ SourceUnit GroupedSupportUnit(const RequestGeometry& geometry,
   unit.text =
       absl::StrCat(FusedMoePrelude(geometry),
                    "#define KILN_PART 0\n#define KILN_OPERAND_ORDER ",
-                   static_cast<int>(order), "\n", TemplateText(unit.name));
+                   static_cast<int>(form.order), "\n#define KILN_ATOMIC_SUM ",
+                   form.atomic_sum ? 1 : 0, "\n", TemplateText(unit.name));
   unit.headers = CudaHeaders({"cuda/grouped.h", "cuda/warp.h"});
-  unit.entries = {"kiln_moe_activate", "kiln_moe_combine"};
+  unit.entries = {"kiln_moe_activate"};
+  if (!form.atomic_sum) unit.entries.push_back("kiln_moe_combine");
+  unit.entries.push_back("kiln_moe_count");
+  if (form.atomic_sum) unit.entries.push_back("kiln_moe_finish");
+  unit.entries.push_back("kiln_moe_place");
   if (!geometry.weights.shared_scales) {
     unit.entries.push_back("kiln_moe_rotate");
   }
@@ -38,7 +68,7 @@ SourceUnit GroupedSupportUnit(const RequestGeometry& geometry,
 
 void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
                      uint32_t tile, const GroupedLaunch& fc1,
-                     const GroupedLaunch& fc2, OperandOrder order,
+                     const GroupedLaunch& fc2, const GroupedForm& form,
                      PlanBody* body) {
   const bool shared = geometry.weights.shared_scales;
   const auto hidden = static_cast<uint32_t>(geometry.hidden);
@@ -66,7 +96,8 @@ void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
   };
   const Arg fc1_sums = product("fc1", 2 * inter, fc1.slices);
   const Arg activated = slice("activated", uint64_t{2} * inter * routes);
-  const Arg fc2_sums = product("fc2", hidden, fc2.slices);
+  const Arg fc2_sums = form.atomic_sum ? FusedMoeArg(FusedMoeParam::kOut)
+                                       : product("fc2", hidden, fc2.slices);
 
   const auto p = FusedMoeArg;
   using P = FusedMoeParam;
@@ -88,28 +119,62 @@ void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
     step.args = std::move(args);
     body->steps.push_back(std::move(step));
   };
+  Arg w_gate = p(P::kWGate), w_up = p(P::kWUp), w_down = p(P::kWDown);
+  if (form.decoded) {
+    const uint64_t matrix = uint64_t{2} * experts * hidden * inter;
+    const Arg decoded[] = {slice("decoded_gate", matrix),
+                           slice("decoded_up", matrix),
+                           slice("decoded_down", matrix)};
+    add("decode", 1,
+        LaunchDim::Constant(experts * (hidden / 64) * (inter / 128)),
+        LaunchDim::Constant(3), kDecodeThreads, 0,
+        {w_gate, w_up, w_down, decoded[0], decoded[1], decoded[2]});
+    w_gate = decoded[0];
+    w_up = decoded[1];
+    w_down = decoded[2];
+  }
+  // Routes are sorted by a block for each expert, or for each segment of many
+  // routes; then blocks beyond these rotate the tokens if tables are shared,
+  // two 128 blocks per warp.
+  const bool counted = routes > kRoutesInOneLaunchMax;
+  const Segments segments = SegmentsOf(routes);
+  const uint32_t sorting = counted ? segments.count : experts;
+  std::vector<Arg> sort = {rows, positions, tiles, totals};
+  if (counted) {
+    const Arg counts = slice("counts", uint64_t{4} * segments.count * experts);
+    add("count", 0,
+        LaunchDim::Of({.mul = top_k, .add = 0, .div = segments.length}), one,
+        kRouteThreads, 0,
+        {p(P::kTopkIds), counts, Arg::Tokens(), Arg::U32(segments.length)});
+    sort.insert(sort.begin(), counts);
+  }
+  sort.insert(sort.begin(), p(P::kTopkIds));
   if (shared) {
-    // Blocks beyond the experts rotate the tokens, two 128 blocks per warp.
-    add("route", 0,
-        LaunchDim::Of({.mul = hidden / 128, .add = 64 * experts, .div = 64}),
-        one, kRouteThreads, 0,
-        {p(P::kTopkIds), rows, positions, tiles, totals, p(P::kX),
-         p(P::kGateSuh), p(P::kUpSuh), gate, up, Arg::Tokens(),
-         Arg::U32(tile)});
-  } else {
-    add("route", 0, LaunchDim::Constant(experts), one, kRouteThreads, 0,
-        {p(P::kTopkIds), rows, positions, tiles, totals, Arg::Tokens(),
-         Arg::U32(tile)});
+    sort.insert(sort.end(), {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), gate, up});
+    if (form.atomic_sum) sort.push_back(p(P::kOut));
+  }
+  sort.push_back(Arg::Tokens());
+  if (counted) {
+    if (shared) sort.push_back(Arg::U32(segments.count));
+    sort.push_back(Arg::U32(segments.length));
+  }
+  sort.push_back(Arg::U32(tile));
+  add(counted ? "place" : "route", 0,
+      shared ? LaunchDim::Of({.mul = hidden / 128,
+                              .add = 2 * kRouteWarps * sorting,
+                              .div = 2 * kRouteWarps})
+             : LaunchDim::Constant(sorting),
+      one, kRouteThreads, counted ? kRouteWarps * experts * 2 : 0, sort);
+  if (!shared) {
     add("rotate", 0, warps_over(top_k * (hidden / 128)), one, kHelperThreads, 0,
         {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), rows, totals, gate, up});
   }
   add("fc1", 1, fc1.blocks, LaunchDim::Constant(fc1.slices), fc1.threads,
       fc1.shared_bytes,
-      {gate, up, p(P::kWGate), p(P::kWUp), rows, tiles, totals, fc1_sums,
-       Arg::Tokens()});
+      {gate, up, w_gate, w_up, rows, tiles, totals, fc1_sums, Arg::Tokens()});
   // A warp activates a 128 block of one row, or of eight, and combines one of
   // one token, or two.
-  const bool natural = order == OperandOrder::kNatural;
+  const bool natural = form.order == OperandOrder::kNatural;
   const LaunchDim activate = natural
                                  ? warps_over(top_k * (inter / 128))
                                  : LaunchDim::Of({.mul = top_k * (inter / 128),
@@ -122,9 +187,19 @@ void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
   add("activate", 0, activate, one, kHelperThreads, 0,
       {fc1_sums, p(P::kRotations), rows, totals, activated, Arg::Tokens(),
        Arg::U32(fc1.slices)});
+  std::vector<Arg> fc2_args = {activated, w_down, tiles, totals};
+  if (form.atomic_sum) {
+    fc2_args.insert(fc2_args.end(), {rows, p(P::kTopkWeights)});
+  }
+  fc2_args.push_back(fc2_sums);
+  if (!form.atomic_sum) fc2_args.push_back(Arg::Tokens());
   add("fc2", 1, fc2.blocks, LaunchDim::Constant(fc2.slices), fc2.threads,
-      fc2.shared_bytes,
-      {activated, p(P::kWDown), tiles, totals, fc2_sums, Arg::Tokens()});
+      fc2.shared_bytes, fc2_args);
+  if (form.atomic_sum) {
+    add("finish", 0, combine, one, kHelperThreads, 0,
+        {p(P::kDownSvh), p(P::kOut), Arg::Tokens()});
+    return;
+  }
   add("combine", 0, combine, one, kHelperThreads, 0,
       {fc2_sums, p(P::kDownSvh), p(P::kTopkWeights), positions, rows,
        p(P::kOut), Arg::Tokens(), Arg::U32(fc2.slices)});

@@ -1,6 +1,5 @@
-// What the candidates share that compute fused_moe on CUDA as six or seven
-// steps over rows sorted by expert: cuda.cu's support kernels, the arena,
-// arguments.
+// What the candidates share that compute fused_moe on CUDA as steps over rows
+// sorted by expert: cuda.cu's support kernels, the arena, arguments.
 
 #ifndef KILN_TEMPLATES_FUSED_MOE_CUDA_STEPS_H_
 #define KILN_TEMPLATES_FUSED_MOE_CUDA_STEPS_H_
@@ -16,6 +15,16 @@ namespace kiln {
 // Order of the input channels in operand rows; KILN_OPERAND_ORDER of cuda.cu.
 enum class OperandOrder { kNatural = 0, kWarpgroup = 1 };
 
+// What steps and support kernels depend on beside the request.
+struct GroupedForm {
+  OperandOrder order = OperandOrder::kNatural;
+  // fc2 adds its rows up in the output; KILN_ATOMIC_SUM of cuda.cu.
+  bool atomic_sum = false;
+  // kiln_moe_decode of program 1 comes first and hands the products fp16
+  // weights; KILN_DECODED of warpgroup.cu.
+  bool decoded = false;
+};
+
 // How a matrix product is launched.
 struct GroupedLaunch {
   LaunchDim blocks;     // grid.x
@@ -24,16 +33,17 @@ struct GroupedLaunch {
   uint32_t shared_bytes = 0;  // dynamic
 };
 
-// cuda.cu, part 0: the same program for all candidates of an order.
+// cuda.cu, part 0: the same program for all candidates of a form.
 SourceUnit GroupedSupportUnit(const RequestGeometry& geometry,
-                              uint32_t template_version, OperandOrder order);
+                              uint32_t template_version,
+                              const GroupedForm& form);
 
 // Steps, arguments and slices as README.md, "Steps", lists them. Program 0 of
-// the candidate is the support unit, program 1 has kiln_moe_fc1 and
-// kiln_moe_fc2. tile: rows of one expert that a product takes at once.
+// the candidate is the support unit, program 1 has the products. tile: rows of
+// one expert that a product takes at once.
 void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
                      uint32_t tile, const GroupedLaunch& fc1,
-                     const GroupedLaunch& fc2, OperandOrder order,
+                     const GroupedLaunch& fc2, const GroupedForm& form,
                      PlanBody* body);
 
 }  // namespace kiln

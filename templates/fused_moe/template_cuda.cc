@@ -129,7 +129,7 @@ class Template : public KernelTemplate {
     AddGroupedSteps(geometry, problem.interval.m_max, tile,
                     launch(Fc1(geometry), point.at("split_fc1")),
                     launch(Fc2(geometry), point.at("split_fc2")),
-                    OperandOrder::kNatural, &body);
+                    {OperandOrder::kNatural}, &body);
     return body;
   }
 
@@ -147,7 +147,7 @@ class Template : public KernelTemplate {
                      TemplateText(products.name));
     products.headers = CudaHeaders({"cuda/grouped.h", "cuda/warp.h"});
     products.entries = {"kiln_moe_fc1", "kiln_moe_fc2"};
-    return {GroupedSupportUnit(geometry, version(), OperandOrder::kNatural),
+    return {GroupedSupportUnit(geometry, version(), {OperandOrder::kNatural}),
             std::move(products)};
   }
 

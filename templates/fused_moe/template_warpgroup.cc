@@ -19,13 +19,17 @@ namespace {
 
 constexpr int64_t kChannels = 128;  // output channels of a block
 constexpr int64_t kDepthStep = 64;  // input channels of a step of the ring
-constexpr int64_t kStages = 4;      // steps in the ring
+// Steps in the ring, of packed weights and of decoded ones.
+constexpr int64_t kStages = 4;
+constexpr int64_t kDecodedStages = 3;
+constexpr int kDecodedBits = 16;
 constexpr uint32_t kThreads = 384;  // two warpgroups multiply, one copies
 constexpr int64_t kTwoBlocksTokensMax = 64;
 constexpr double kUnitRows = 32;           // of an MMA: a multiple of it
 constexpr double kPartialTokensMax = 256;  // beyond it a tile is always whole
 // Below it cuda.cu is faster whatever the axes are.
 constexpr int64_t kRoutesPerExpertMin = 8;
+constexpr int64_t kDecodedRoutesPerExpertMin = 1024;
 
 // One of the two matrix products.
 struct Product {
@@ -44,22 +48,43 @@ Product Fc2(const RequestGeometry& geometry) {
   return {geometry.intermediate, geometry.hidden, geometry.weights.bits.down};
 }
 
-// Rows that a warpgroup passes on through shared memory at once.
+// Rows that a warpgroup passes on through shared memory at once; then those of
+// fp32 sums that fc2 adds up.
 int64_t ResultRows(int64_t tile) { return tile <= 128 ? 32 : 64; }
 
-// The ring of operand rows, packed weights and barriers, and what warpgroups
-// pass results through.
-int64_t SharedBytes(const Product& product, const AxisPoint& point) {
-  return kStages * (point.at("tokens_tile") * kDepthStep * 2 +
-                    4 * (2 * kChannels * product.bits + 32) + 16) +
-         2 * 2 * ResultRows(point.at("tokens_tile")) * 128;
+constexpr int64_t kAddedRows = 32;
+
+// The ring of operand rows, weights and barriers.
+int64_t RingBytes(const Product& product, const AxisPoint& point) {
+  const bool decoded = point.at("decoded") != 0;
+  const int64_t bits = decoded ? kDecodedBits : product.bits;
+  return (decoded ? kDecodedStages : kStages) *
+         (point.at("tokens_tile") * kDepthStep * 2 +
+          4 * (2 * kChannels * bits + 32) + 16);
+}
+
+int64_t Fc1SharedBytes(const RequestGeometry& geometry,
+                       const AxisPoint& point) {
+  const int64_t tile = point.at("tokens_tile");
+  return RingBytes(Fc1(geometry), point) + 2 * 2 * ResultRows(tile) * 128;
+}
+
+// With sums in fp32, and weight and token of the tile's rows, where fc2 adds
+// them up.
+int64_t Fc2SharedBytes(const RequestGeometry& geometry,
+                       const AxisPoint& point) {
+  const int64_t tile = point.at("tokens_tile");
+  return RingBytes(Fc2(geometry), point) +
+         (point.at("atomic_sum") != 0
+              ? 2 * 2 * kAddedRows * (64 * 4 + 16) + 2 * 8 * tile
+              : 2 * 2 * ResultRows(tile) * 128);
 }
 
 class Template : public KernelTemplate {
  public:
   absl::string_view name() const override { return "fused_moe.warpgroup"; }
 
-  uint32_t version() const override { return 2; }
+  uint32_t version() const override { return 3; }
 
   Digest sources() const override {
     static const Digest digest = TemplateSourcesDigest(
@@ -113,26 +138,32 @@ class Template : public KernelTemplate {
     body.template_name = std::string(name());
     body.template_version = version();
     body.assignment = assignment;
-    // Sums run over k in ascending steps whatever the axes are.
-    body.numerics_class = "w4a16.f16.wgmma";
+    // Sums run over k in ascending steps whatever the axes are; those of routes
+    // are neither rounded nor ordered where they meet in memory.
+    const bool atomic_sum = point.at("atomic_sum") != 0;
+    body.numerics_class =
+        atomic_sum ? "w4a16.atomic_sum.wgmma" : "w4a16.f16.wgmma";
     body.tolerance = kFusedMoeTolerance;
-    body.deterministic = true;
+    body.deterministic = !atomic_sum;
     body.overlapped = true;
     body.params = FusedMoeParams(geometry);
     // As many blocks as the device holds at once; each takes its share of
     // tiles.
-    const auto launch = [&](const Product& product) {
+    const auto launch = [&](int64_t shared_bytes) {
       GroupedLaunch result;
       result.blocks = LaunchDim::Constant(static_cast<uint32_t>(
           std::max(1, problem.device.multiprocessors) * point.at("ctas")));
       result.threads = kThreads;
-      result.shared_bytes = static_cast<uint32_t>(SharedBytes(product, point));
+      result.shared_bytes = static_cast<uint32_t>(shared_bytes);
       return result;
     };
-    AddGroupedSteps(geometry, problem.interval.m_max,
-                    static_cast<uint32_t>(point.at("tokens_tile")),
-                    launch(Fc1(geometry)), launch(Fc2(geometry)),
-                    OperandOrder::kWarpgroup, &body);
+    AddGroupedSteps(
+        geometry, problem.interval.m_max,
+        static_cast<uint32_t>(point.at("tokens_tile")),
+        launch(Fc1SharedBytes(geometry, point)),
+        launch(Fc2SharedBytes(geometry, point)),
+        {OperandOrder::kWarpgroup, atomic_sum, point.at("decoded") != 0},
+        &body);
     return body;
   }
 
@@ -143,20 +174,29 @@ class Template : public KernelTemplate {
     products.name = "fused_moe/warpgroup.cu";
     products.template_version = version();
     products.compute_dtype = "f16";
-    products.text =
-        absl::StrCat(FusedMoePrelude(geometry),
-                     AxisPrelude(assignment, {"tokens_tile", "ctas"}),
-                     TemplateText(products.name));
+    products.text = absl::StrCat(
+        FusedMoePrelude(geometry),
+        AxisPrelude(assignment,
+                    {"tokens_tile", "ctas", "decoded", "atomic_sum"}),
+        TemplateText(products.name));
     products.headers = CudaHeaders({"cuda/grouped.h", "cuda/warp.h"});
-    products.entries = {"kiln_moe_fc1", "kiln_moe_fc2"};
-    return {GroupedSupportUnit(geometry, version(), OperandOrder::kWarpgroup),
+    if (assignment.at("decoded") != 0) {
+      products.entries.push_back("kiln_moe_decode");
+    }
+    products.entries.insert(products.entries.end(),
+                            {"kiln_moe_fc1", "kiln_moe_fc2"});
+    return {GroupedSupportUnit(
+                geometry, version(),
+                {OperandOrder::kWarpgroup, assignment.at("atomic_sum") != 0}),
             std::move(products)};
   }
 
  private:
   static std::vector<Axis> Axes() {
     return {{"tokens_tile", {32, 64, 96, 128, 160, 192, 224, 256, 288, 320}},
-            {"ctas", {1, 2}}};
+            {"ctas", {1, 2}},
+            {"decoded", {0, 1}},
+            {"atomic_sum", {0, 1}}};
   }
 
   // Empty, or the rule that the point breaks.
@@ -168,14 +208,30 @@ class Template : public KernelTemplate {
       return absl::StrCat("fewer than ", kRoutesPerExpertMin,
                           " routes per expert leave warpgroup MMAs empty");
     }
+    if (point.at("atomic_sum") != 0) {
+      if (geometry.deterministic) {
+        return "atomic_sum differs between repeats, and the request is "
+               "deterministic";
+      }
+      if (!geometry.weights.shared_scales) {
+        return "atomic_sum needs one table of scales behind the sum of the "
+               "routes, not one for each expert";
+      }
+    }
+    if (point.at("decoded") != 0 &&
+        routes < kDecodedRoutesPerExpertMin * geometry.experts) {
+      return absl::StrCat("fewer than ", kDecodedRoutesPerExpertMin,
+                          " routes per expert do not pay for decoding all "
+                          "weights ahead");
+    }
     const int64_t ctas = point.at("ctas");
     if (ctas > 1 && point.at("tokens_tile") > kTwoBlocksTokensMax) {
       return absl::StrCat("tokens_tile ", point.at("tokens_tile"),
                           " leaves no registers for a second block; at most ",
                           kTwoBlocksTokensMax);
     }
-    const int64_t shared = std::max(SharedBytes(Fc1(geometry), point),
-                                    SharedBytes(Fc2(geometry), point));
+    const int64_t shared = std::max(Fc1SharedBytes(geometry, point),
+                                    Fc2SharedBytes(geometry, point));
     if (shared > problem.device.shared_bytes_max) {
       return absl::StrCat("shared memory ", shared, " B exceeds the ",
                           problem.device.shared_bytes_max, " B of a block on ",
@@ -188,12 +244,15 @@ class Template : public KernelTemplate {
     return "";
   }
 
-  // Cycles of the two products; only the order matters.
+  // In proportion to the cycles of the two products; only the order matters.
   // tiles: how many the interval's largest m is expected to have.
   static double Cost(const Problem& problem, const AxisPoint& point,
                      double tiles) {
-    return ProductCost(problem, point, tiles, Fc1(problem.geometry)) +
-           ProductCost(problem, point, tiles, Fc2(problem.geometry));
+    // As measured at m = 2048 and 4096: less to combine, but more to wait for.
+    constexpr double kAtomicSumFactor = 1.06;
+    return (ProductCost(problem, point, tiles, Fc1(problem.geometry)) +
+            ProductCost(problem, point, tiles, Fc2(problem.geometry))) *
+           (point.at("atomic_sum") != 0 ? kAtomicSumFactor : 1.0);
   }
 
   // Constants: fitted to cycles of the products on an H200 at m = 2000 to 4096.

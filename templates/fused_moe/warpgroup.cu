@@ -7,6 +7,9 @@
 // Prelude as cuda.cu. Axes:
 //   KILN_TOKENS_TILE T  rows of one expert per tile: 32, 64, ... 320
 //   KILN_CTAS           1 or 2 blocks per SM (2: T up to 64)
+//   KILN_DECODED        1: kiln_moe_decode has decoded the weights, into memory
+//   KILN_ATOMIC_SUM     1: fc2 adds weighted rows to the tokens of `out`, which
+//                       kiln_moe_route clears and kiln_moe_finish finishes
 //
 // Shape of the computation. As in cuda.cu weights are the A operand and go from
 // the decoder straight into it, tokens are N; but wgmma runs beside the
@@ -15,8 +18,8 @@
 // and multiply, a third one copies (operand rows by cp.async, packed weights by
 // bulk copies) into a ring of steps of 64 input channels and runs ahead into
 // the next tile. The grid is as large as the device; blocks take every
-// gridDim.x'th item. A sum runs over k in ascending steps: all axes give the
-// same bits.
+// gridDim.x'th item. A sum runs over k in ascending steps: T, KILN_CTAS and
+// KILN_DECODED do not change a bit.
 //
 // Order of the operand. Lane (g, c) of a warp, c = lane % 4, reads the packed
 // weights of channels g and g + 8 of k-tile c of four: neighbouring words,
@@ -46,7 +49,13 @@ constexpr u32 kInter = KILN_INTER;
 constexpr u32 kTopK = KILN_TOPK;
 
 constexpr u32 kTokens = KILN_TOKENS_TILE;
-constexpr u32 kStages = 4;
+constexpr u32 kStages = KILN_DECODED ? 3 : 4;
+// Decoded weights are stored as if they were packed to 16 bits: the four
+// k-tiles of a step are the fragments of its four MMAs.
+constexpr int kDecodedBits = 16;
+constexpr int kGateBits = KILN_DECODED ? kDecodedBits : KILN_BITS_GATE;
+constexpr int kUpBits = KILN_DECODED ? kDecodedBits : KILN_BITS_UP;
+constexpr int kDownBits = KILN_DECODED ? kDecodedBits : KILN_BITS_DOWN;
 constexpr u32 kChannels = 128;
 constexpr u32 kDepthStep = 64;
 // A tile multiplies only as many units of rows as hold its rows, up to 8 by one
@@ -467,14 +476,22 @@ __device__ __forceinline__ void Produce(
 }
 
 // Where a consumer's weights of slot 0 lie: the K words that hold channels g
-// and g + 8 of k-tile c, and the word before them on the tile's ring. Kept in
-// registers: the compiler would work them out again in every step.
+// and g + 8 of k-tile c, and the word before them on the tile's ring; of
+// decoded weights its fragment of the first MMA. Kept in registers: the
+// compiler would work them out again in every step.
 template <int kBits, int kMaxBits>
 struct WordsAddress {
   u32 own, before;
 
   __device__ __forceinline__ WordsAddress() {
     const u32 lane = threadIdx.x % 32;
+    if constexpr (kBits == kDecodedBits) {
+      own = kd::SharedAddress(kiln_moe_shared) + kWeightsAt<kMaxBits> +
+            threadIdx.x / 32 * (kd::kTileWords<kBits> * 4) + lane * 16;
+      before = own;
+      asm volatile("" : "+r"(own));
+      return;
+    }
     const u32 group = lane / 4;
     const u32 tile = kd::SharedAddress(kiln_moe_shared) + kWeightsAt<kMaxBits> +
                      lane % 4 * kKTileStride<kBits> +
@@ -491,6 +508,10 @@ __device__ __forceinline__ void LoadWords(
     const WordsAddress<kBits, kMaxBits>& at, const Place<kMaxBits>& place,
     u32 (&words)[kBits + 1]) {
   const u32 offset = place.slot * (4 * kKTileStride<kMaxBits>);
+  if constexpr (kBits == kDecodedBits) {
+    words[0] = at.own + offset;
+    return;
+  }
   kd::LoadShared(at.before + offset, words[0]);
   const u32 own = at.own + offset;
   if constexpr (kBits % 4 == 0) {
@@ -519,14 +540,20 @@ __device__ __forceinline__ void KeepUntilHere(Fragment& a) {
   asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]));
 }
 
-// Decodes a quarter of a step and starts its MMA. The MMA of the quarter
-// before, which reads `other`, is done when this returns.
+// Decodes a quarter of a step, or loads it, and starts its MMA. words: as
+// LoadWords leaves them; of decoded weights the first is an address. The MMA of
+// the quarter before, which reads `other`, is done when this returns.
 template <u32 kLive, u32 kQuarter, int kBits>
 __device__ __forceinline__ void StartQuarter(const u32 (&words)[kBits + 1],
                                              u64 operand, u32 add, Sums& sums,
                                              Fragment& own, Fragment& other) {
-  kd::DecodeFragment<KILN_CODEBOOK, kBits>(
-      kd::QuarterSpan<kBits, kQuarter>(words), own);
+  if constexpr (kBits == kDecodedBits) {
+    kd::LoadShared(words[0] + kQuarter * kKTileStride<kBits>, own[0], own[1],
+                   own[2], own[3]);
+  } else {
+    kd::DecodeFragment<KILN_CODEBOOK, kBits>(
+        kd::QuarterSpan<kBits, kQuarter>(words), own);
+  }
   BeginMmas();
   Multiply<kLive>(sums, own, operand + kQuarter * 2, add);
   CommitMmas();
@@ -588,11 +615,6 @@ __device__ __forceinline__ void StoreTransposed(u32 to, u32 a, u32 b, u32 c,
       : "memory");
 }
 
-// Which of a warpgroup's two buffers for results is next.
-struct Results {
-  u32 buffer = 0;
-};
-
 __device__ __forceinline__ void CopyBulkOut(u16* to, u32 from, u32 bytes) {
   asm volatile(
       "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
@@ -614,10 +636,11 @@ __device__ __forceinline__ void WaitBulkWrites() {
 // product, where rows of 128 bytes follow each other: bulk copies from two
 // buffers in turn, so that nobody waits for memory. See ProductPiece in
 // cuda.cu.
+//   next: which of the two buffers, 0 or 1
 //   to: of the tile's first row, whose number in the product is `first`
 template <int kMaxBits>
 __device__ __forceinline__ void StoreSums(const Sums& sums, u16* to, u32 first,
-                                          u32 rows, Results& results) {
+                                          u32 rows, u32& next) {
   const u32 group = threadIdx.x / 128;
   const u32 thread = threadIdx.x % 128;
   const u32 lane = thread % 32;
@@ -630,7 +653,7 @@ __device__ __forceinline__ void StoreSums(const Sums& sums, u16* to, u32 first,
 #pragma unroll
   for (u32 at = 0; at < kTokens; at += kResultRows) {
     if (at >= rows) break;
-    const u32 buffer = base + results.buffer * kResultBytes;
+    const u32 buffer = base + next * kResultBytes;
 #pragma unroll
     for (u32 i = 0; i < kResultRows && at + i < kTokens; i += 16) {
       const float* d = &sums[(at + i) / 2];
@@ -649,9 +672,91 @@ __device__ __forceinline__ void StoreSums(const Sums& sums, u16* to, u32 first,
                   (left < kResultRows ? left : kResultRows) * 128);
     }
     __syncwarp();
-    results.buffer ^= 1;
+    next ^= 1;
   }
 }
+
+#if KILN_ATOMIC_SUM
+
+// Rows that a warpgroup adds at once, of 64 channels as fp32; 16 bytes more
+// than these keep the rows that a warp writes in other banks.
+constexpr u32 kAddedRows = 32;
+constexpr u32 kAddedRowBytes = 64 * 4 + 16;
+constexpr u32 kAddedBytes = kAddedRows * kAddedRowBytes;
+
+__device__ __forceinline__ void StoreShared(u32 to, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
+}
+
+__device__ __forceinline__ void AddToMemory(float* to, const u32 (&v)[4]) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to),
+               "f"(__uint_as_float(v[0])), "f"(__uint_as_float(v[1])),
+               "f"(__uint_as_float(v[2])), "f"(__uint_as_float(v[3]))
+               : "memory");
+}
+
+// Adds the rows of the sums, each times its route's weight, to this warpgroup's
+// 64 of the 128 channels from `out` on of their tokens. Rows meet in memory in
+// any order. In shared memory two buffers in turn, where rows are transposed;
+// then for each warpgroup weight and token of the tile's rows.
+//   rows: of the tile, `live` of them
+template <int kMaxBits>
+__device__ __forceinline__ void AddSums(const Sums& sums, const Row* rows,
+                                        u32 live,
+                                        const float* __restrict__ weights,
+                                        float* out, u32& next) {
+  const u32 group = threadIdx.x / 128;
+  const u32 thread = threadIdx.x % 128;
+  const u32 lane = thread % 32;
+  const u32 shared = kd::SharedAddress(kiln_moe_shared) + kResultsAt<kMaxBits>;
+  const u32 base = shared + group * (2 * kAddedBytes);
+  const u32 routes = shared + 2 * 2 * kAddedBytes + group * (kTokens * 8);
+  out += group * 64 + thread % 16 * 4;
+  for (u32 row = thread; row < live; row += 128) {
+    const u32 route = rows[row].route;
+    StoreShared(routes + row * 8, weights[route]);
+    StoreShared(routes + row * 8 + 4, __uint_as_float(route / kTopK));
+  }
+  SyncWarpgroup(group);
+  // Lane (g, c): channels g and g + 8 of rows 2c and 2c + 1 of every eight.
+  const u32 to = base + lane % 4 * (2 * kAddedRowBytes) +
+                 (thread / 32 * 16 + lane / 4) * 4;
+#pragma unroll
+  for (u32 at = 0; at < kTokens; at += kAddedRows) {
+    if (at >= live) break;
+    const u32 buffer = next * kAddedBytes;
+#pragma unroll
+    for (u32 i = 0; i < kAddedRows; i += 8) {
+      const float* d = &sums[(at + i) / 2];
+      u32 known[4];  // of two rows: weight, token
+      kd::LoadShared(routes + (at + i + lane % 4 * 2) * 8, known[0], known[1],
+                     known[2], known[3]);
+#pragma unroll
+      for (u32 odd = 0; odd < 2; ++odd) {
+        const float weight = __uint_as_float(known[2 * odd]);
+        const u32 place = to + buffer + (i + odd) * kAddedRowBytes;
+        StoreShared(place, weight * d[odd]);
+        StoreShared(place + 8 * 4, weight * d[odd + 2]);
+      }
+    }
+    // The other buffer has been read by all who pass.
+    SyncWarpgroup(group);
+#pragma unroll
+    for (u32 i = 0; i < kAddedRows; i += 8) {
+      const u32 row = i + thread / 16;
+      if (at + row < live) {
+        u32 token, value[4];
+        kd::LoadShared(routes + (at + row) * 8 + 4, token);
+        kd::LoadShared(base + buffer + row * kAddedRowBytes + thread % 16 * 16,
+                       value[0], value[1], value[2], value[3]);
+        AddToMemory(out + static_cast<u64>(token) * kHidden, value);
+      }
+    }
+    next ^= 1;
+  }
+}
+
+#endif  // KILN_ATOMIC_SUM
 
 // Consume with as many units as the tile has rows for.
 template <u32 kLive, int kBits, u32 kDepth, int kMaxBits>
@@ -685,7 +790,73 @@ __device__ __forceinline__ void TakeRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+#if KILN_DECODED
+
+// Weights that a block decodes: 64 input channels by 128 output channels.
+constexpr u32 kDecodeThreads = 256;
+
+// Decodes one block's weights of a matrix [kDepth][kWidth] of every expert; a
+// warp has 16 channels, of which each lane decodes what it multiplies.
+template <int kBits, u32 kDepth, u32 kWidth>
+__device__ __forceinline__ void DecodeBlock(const u16* __restrict__ weights,
+                                            u16* __restrict__ decoded) {
+  constexpr u32 kColumns = kWidth / kChannels;
+  constexpr u32 kSteps = kDepth / kDepthStep;
+  const u32 expert = blockIdx.x / (kColumns * kSteps);
+  const u32 step = blockIdx.x / kColumns % kSteps;
+  const u32 column = blockIdx.x % kColumns * kChannels + threadIdx.x / 32 * 16;
+  const u32 lane = threadIdx.x % 32;
+  const u32 group = lane / 4;
+  const u32* tile = reinterpret_cast<const u32*>(
+      kd::ExpertTiles<kBits, kDepth, kWidth>(weights, expert, column) +
+      (step * 4 + lane % 4) * (static_cast<u64>(kWidth) * 2 * kBits));
+  u32 words[kBits + 1];
+  words[0] = tile[(group == 0 ? kd::kTileWords<kBits> : group * kBits) - 1];
+#pragma unroll
+  for (u32 i = 0; i < kBits; ++i) words[1 + i] = tile[group * kBits + i];
+  u16* to = decoded +
+            (static_cast<u64>(expert) * kDepth + step * kDepthStep) * kWidth +
+            column * 16 + lane * 8;
+  const auto store = [&](u32 quarter, const Fragment& a) {
+    *reinterpret_cast<uint4*>(to + static_cast<u64>(quarter) * (16 * kWidth)) =
+        make_uint4(a[0], a[1], a[2], a[3]);
+  };
+  Fragment a;
+  kd::DecodeFragment<KILN_CODEBOOK, kBits>(kd::QuarterSpan<kBits, 0>(words), a);
+  store(0, a);
+  kd::DecodeFragment<KILN_CODEBOOK, kBits>(kd::QuarterSpan<kBits, 1>(words), a);
+  store(1, a);
+  kd::DecodeFragment<KILN_CODEBOOK, kBits>(kd::QuarterSpan<kBits, 2>(words), a);
+  store(2, a);
+  kd::DecodeFragment<KILN_CODEBOOK, kBits>(kd::QuarterSpan<kBits, 3>(words), a);
+  store(3, a);
+}
+
+#endif  // KILN_DECODED
+
 }  // namespace
+
+#if KILN_DECODED
+
+// Before step 4, for a step of so many rows that decoding every weight once and
+// reading it as fp16 is cheaper than decoding it for every tile. Grid: E * H *
+// I / 8192 blocks for each of gate, up and down.
+extern "C" __global__ void __launch_bounds__(kDecodeThreads)
+    kiln_moe_decode(const u16* __restrict__ w_gate,
+                    const u16* __restrict__ w_up,
+                    const u16* __restrict__ w_down, u16* __restrict__ gate,
+                    u16* __restrict__ up, u16* __restrict__ down) {
+  kd::BeginStep();
+  if (blockIdx.y == 0) {
+    DecodeBlock<KILN_BITS_GATE, kHidden, kInter>(w_gate, gate);
+  } else if (blockIdx.y == 1) {
+    DecodeBlock<KILN_BITS_UP, kHidden, kInter>(w_up, up);
+  } else {
+    DecodeBlock<KILN_BITS_DOWN, kInter, kHidden>(w_down, down);
+  }
+}
+
+#endif  // KILN_DECODED
 
 // Step 4. Item x: tile x / (2I / 128) and 128 of the 2I channels gate | up.
 extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
@@ -694,8 +865,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
                  const Row* rows, const Tile* tiles, const Totals* totals,
                  u16* __restrict__ fc1, u32 tokens) {
   constexpr u32 kBlocks = 2 * kInter / kChannels;
-  constexpr int kMaxBits =
-      KILN_BITS_GATE > KILN_BITS_UP ? KILN_BITS_GATE : KILN_BITS_UP;
+  constexpr int kMaxBits = kGateBits > kUpBits ? kGateBits : kUpBits;
   InitRing<kMaxBits>();
   kd::BeginStep();
   const u32 items = totals->tiles * kBlocks;
@@ -716,21 +886,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
 #else
       FindPieces<kHidden>(operand, tile, pieces, [](u32 at) { return at; });
 #endif
-#if KILN_BITS_GATE == KILN_BITS_UP
-      Produce<KILN_BITS_GATE, kHidden, kInter>(
-          kd::ExpertTiles<KILN_BITS_GATE, kHidden, kInter>(
-              is_up ? w_up : w_gate, tile.expert, inner),
+#if KILN_DECODED || KILN_BITS_GATE == KILN_BITS_UP
+      Produce<kGateBits, kHidden, kInter>(
+          kd::ExpertTiles<kGateBits, kHidden, kInter>(is_up ? w_up : w_gate,
+                                                      tile.expert, inner),
           pieces, tile.rows, place);
 #else
       if (is_up) {
-        Produce<KILN_BITS_UP, kHidden, kInter>(
-            kd::ExpertTiles<KILN_BITS_UP, kHidden, kInter>(w_up, tile.expert,
-                                                           inner),
+        Produce<kUpBits, kHidden, kInter>(
+            kd::ExpertTiles<kUpBits, kHidden, kInter>(w_up, tile.expert, inner),
             pieces, tile.rows, place);
       } else {
-        Produce<KILN_BITS_GATE, kHidden, kInter>(
-            kd::ExpertTiles<KILN_BITS_GATE, kHidden, kInter>(
-                w_gate, tile.expert, inner),
+        Produce<kGateBits, kHidden, kInter>(
+            kd::ExpertTiles<kGateBits, kHidden, kInter>(w_gate, tile.expert,
+                                                        inner),
             pieces, tile.rows, place);
       }
 #endif
@@ -738,10 +907,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
     return;
   }
   TakeRegisters<kConsumerRegisters>();
-  Results results;
-  const WordsAddress<KILN_BITS_GATE, kMaxBits> gate;
-#if KILN_BITS_GATE != KILN_BITS_UP
-  const WordsAddress<KILN_BITS_UP, kMaxBits> up;
+  u32 next = 0;
+  const WordsAddress<kGateBits, kMaxBits> gate;
+#if !KILN_DECODED && KILN_BITS_GATE != KILN_BITS_UP
+  const WordsAddress<kUpBits, kMaxBits> up;
 #endif
 #pragma unroll 1
   for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
@@ -749,20 +918,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
     const u32 column = item % kBlocks * kChannels;
     Sums sums;
     Fragment even, odd;
-#if KILN_BITS_GATE == KILN_BITS_UP
-    ConsumeTile<kUnits, KILN_BITS_GATE, kHidden>(gate, place, tile.rows, sums,
-                                                 even, odd);
+#if KILN_DECODED || KILN_BITS_GATE == KILN_BITS_UP
+    ConsumeTile<kUnits, kGateBits, kHidden>(gate, place, tile.rows, sums, even,
+                                            odd);
 #else
     if (column >= kInter) {
-      ConsumeTile<kUnits, KILN_BITS_UP, kHidden>(up, place, tile.rows, sums,
-                                                 even, odd);
+      ConsumeTile<kUnits, kUpBits, kHidden>(up, place, tile.rows, sums, even,
+                                            odd);
     } else {
-      ConsumeTile<kUnits, KILN_BITS_GATE, kHidden>(gate, place, tile.rows, sums,
-                                                   even, odd);
+      ConsumeTile<kUnits, kGateBits, kHidden>(gate, place, tile.rows, sums,
+                                              even, odd);
     }
 #endif
     StoreSums<kMaxBits>(sums, ResultRow(fc1, column, tile.first, tokens),
-                        tile.first, tile.rows, results);
+                        tile.first, tile.rows, next);
   }
   WaitBulkWrites();
 }
@@ -770,13 +939,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
 // Step 8. Item x: tile x / (H / 128) and 128 of the H channels.
 extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
     kiln_moe_fc2(const u16* activated, const u16* __restrict__ w_down,
-                 const Tile* tiles, const Totals* totals, u16* __restrict__ fc2,
-                 u32 tokens) {
+                 const Tile* tiles, const Totals* totals,
+#if KILN_ATOMIC_SUM
+                 const Row* rows, const float* __restrict__ weights, float* out
+#else
+                 u16* __restrict__ fc2, u32 tokens
+#endif
+    ) {
   constexpr u32 kBlocks = kHidden / kChannels;
-  InitRing<KILN_BITS_DOWN>();
+  InitRing<kDownBits>();
   kd::BeginStep();
   const u32 items = totals->tiles * kBlocks;
-  Place<KILN_BITS_DOWN> place;
+  Place<kDownBits> place;
   if (threadIdx.x >= kConsumers) {
     GiveRegisters<kProducerRegisters>();
     Pieces pieces;
@@ -784,26 +958,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, KILN_CTAS)
     for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
       const Tile tile = tiles[item / kBlocks];
       FindPieces<kInter>(activated, tile, pieces, [](u32 at) { return at; });
-      Produce<KILN_BITS_DOWN, kInter, kHidden>(
-          kd::ExpertTiles<KILN_BITS_DOWN, kInter, kHidden>(
+      Produce<kDownBits, kInter, kHidden>(
+          kd::ExpertTiles<kDownBits, kInter, kHidden>(
               w_down, tile.expert, item % kBlocks * kChannels),
           pieces, tile.rows, place);
     }
     return;
   }
   TakeRegisters<kConsumerRegisters>();
-  Results results;
-  const WordsAddress<KILN_BITS_DOWN, KILN_BITS_DOWN> down;
+  u32 next = 0;
+  const WordsAddress<kDownBits, kDownBits> down;
 #pragma unroll 1
   for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
     const Tile tile = tiles[item / kBlocks];
     Sums sums;
     Fragment even, odd;
-    ConsumeTile<kUnits, KILN_BITS_DOWN, kInter>(down, place, tile.rows, sums,
-                                                even, odd);
-    StoreSums<KILN_BITS_DOWN>(
+    ConsumeTile<kUnits, kDownBits, kInter>(down, place, tile.rows, sums, even,
+                                           odd);
+#if KILN_ATOMIC_SUM
+    AddSums<kDownBits>(sums, rows + tile.first, tile.rows, weights,
+                       out + item % kBlocks * kChannels, next);
+#else
+    StoreSums<kDownBits>(
         sums, ResultRow(fc2, item % kBlocks * kChannels, tile.first, tokens),
-        tile.first, tile.rows, results);
+        tile.first, tile.rows, next);
+#endif
   }
   WaitBulkWrites();
 }

@@ -61,6 +61,18 @@ inline unsigned int __ballot_sync(unsigned int, bool predicate) {
   return mask;
 }
 
+// Lanes whose value is this one's.
+inline unsigned int __match_any_sync(unsigned int, unsigned int v) {
+  unsigned int mask = 0;
+  const auto all = kiln::testing::gpu::Gather(v);
+  for (unsigned int lane = 0; lane < 32; ++lane) {
+    mask |= all[lane] == v ? 1u << lane : 0u;
+  }
+  return mask;
+}
+
+inline void __syncwarp() { kiln::testing::gpu::Gather(0); }
+
 inline unsigned int __popc(unsigned int v) {
   return static_cast<unsigned int>(__builtin_popcount(v));
 }

@@ -19,21 +19,53 @@ constexpr uint32_t kShareUnit = 32;
 
 struct Routed {
   std::vector<kd::Row> rows;
+  std::vector<uint32_t> positions;
   std::vector<kd::Tile> tiles;
   kd::Totals totals = {};
 };
 
+// Memory that nobody has written yet.
+Routed Unwritten(size_t routes, uint32_t tokens_tile) {
+  constexpr uint32_t kPoison = 0xA5A5A5A5;
+  Routed routed;
+  routed.rows.assign(routes, {kPoison, kPoison});
+  routed.positions.assign(routes, kPoison);
+  routed.tiles.assign(routes / tokens_tile + kExperts,
+                      {kPoison, kPoison, kPoison, kPoison});
+  return routed;
+}
+
 template <uint32_t kUnit>
 Routed Route(const std::vector<int>& ids, uint32_t tokens_tile) {
-  Routed routed;
-  routed.rows.resize(ids.size());
-  routed.tiles.resize(ids.size() / tokens_tile + kExperts);
-  std::vector<uint32_t> positions(ids.size());
+  Routed routed = Unwritten(ids.size(), tokens_tile);
   testing::gpu::Run({.grid = {kExperts}, .threads = kd::kRouteThreads}, [&] {
     kd::RouteBlock<kExperts, kUnit>(
-        ids.data(), routed.rows.data(), positions.data(), routed.tiles.data(),
-        &routed.totals, static_cast<uint32_t>(ids.size()), tokens_tile);
+        ids.data(), routed.rows.data(), routed.positions.data(),
+        routed.tiles.data(), &routed.totals, static_cast<uint32_t>(ids.size()),
+        tokens_tile);
   });
+  return routed;
+}
+
+// The same in two launches, with one block more than there are segments.
+Routed RouteSegments(const std::vector<int>& ids, uint32_t length,
+                     uint32_t tokens_tile) {
+  Routed routed = Unwritten(ids.size(), tokens_tile);
+  const auto routes = static_cast<uint32_t>(ids.size());
+  const uint32_t segments = (routes + length - 1) / length;
+  std::vector<uint32_t> counts(size_t{segments} * kExperts, 0xA5A5A5A5);
+  testing::gpu::Run({.grid = {segments}, .threads = kd::kRouteThreads}, [&] {
+    kd::CountSegment<kExperts>(ids.data(), counts.data(), routes, length);
+  });
+  testing::gpu::Run({.grid = {segments + 1},
+                     .threads = kd::kRouteThreads,
+                     .shared_bytes = kd::kPlaceBytes<kExperts>},
+                    [&] {
+                      kd::PlaceSegment<kExperts, kShareUnit>(
+                          ids.data(), counts.data(), routed.rows.data(),
+                          routed.positions.data(), routed.tiles.data(),
+                          &routed.totals, routes, length, tokens_tile);
+                    });
   return routed;
 }
 
@@ -110,6 +142,37 @@ TEST(RouteBlockTest, RowsOfAnExpertAreInRouteOrder) {
   for (size_t i = 0; i < expected.size(); ++i) {
     EXPECT_EQ(routed.rows[i].route, expected[i]);
     EXPECT_EQ(routed.rows[i].expert, static_cast<uint32_t>(ids[expected[i]]));
+  }
+}
+
+// Two launches write what one does: rows in route order, places of inactive
+// routes, tiles, totals.
+TEST(PlaceSegmentTest, WritesWhatOneLaunchWrites) {
+  std::vector<int> ids = Ids({2000, 0, 1500, 1, 700});
+  ids[0] = -1;
+  ids[1] = static_cast<int>(kExperts);
+  ids[1024] = -7;
+  for (const size_t routes :
+       {size_t{1}, size_t{1024}, size_t{1025}, ids.size()}) {
+    const std::vector<int> some(ids.begin(),
+                                ids.begin() + static_cast<ptrdiff_t>(routes));
+    for (const uint32_t length : {1024u, 3072u}) {
+      SCOPED_TRACE(absl::StrCat(routes, " routes, segments of ", length));
+      const Routed expected = Route<kShareUnit>(some, 64);
+      const Routed routed = RouteSegments(some, length, 64);
+      ASSERT_EQ(routed.totals.rows, expected.totals.rows);
+      ASSERT_EQ(routed.totals.tiles, expected.totals.tiles);
+      EXPECT_EQ(routed.positions, expected.positions);
+      for (size_t i = 0; i < expected.rows.size(); ++i) {
+        ASSERT_EQ(routed.rows[i].route, expected.rows[i].route) << i;
+        ASSERT_EQ(routed.rows[i].expert, expected.rows[i].expert) << i;
+      }
+      for (size_t i = 0; i < expected.tiles.size(); ++i) {
+        ASSERT_EQ(routed.tiles[i].expert, expected.tiles[i].expert) << i;
+        ASSERT_EQ(routed.tiles[i].first, expected.tiles[i].first) << i;
+        ASSERT_EQ(routed.tiles[i].rows, expected.tiles[i].rows) << i;
+      }
+    }
   }
 }
 

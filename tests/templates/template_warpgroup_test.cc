@@ -1,5 +1,6 @@
 #include "templates/fused_moe/template_warpgroup.h"
 
+#include <algorithm>
 #include <set>
 #include <string>
 #include <vector>
@@ -11,10 +12,13 @@
 #include "templates/fused_moe/template_cuda.h"
 #include "templates/registry.h"
 #include "tests/support/status_matchers.h"
+#include "tests/templates/plan_parts.h"
 
 namespace kiln {
 namespace {
 
+using ::testing::ElementsAre;
+using testing::ExpectProgramsOfSteps;
 using ::testing::HasSubstr;
 using testing::StatusIs;
 
@@ -85,7 +89,6 @@ TEST(FusedMoeWarpgroupTemplateTest, BlocksFitTheMultiprocessor) {
           const PlanBody body,
           FusedMoeWarpgroupTemplate()->MakeBody(problem, point));
       SCOPED_TRACE(body.Label());
-      ASSERT_EQ(body.steps.size(), 6u);
       for (const Step& step : body.steps) {
         EXPECT_LE(step.dynamic_shared_bytes, problem.device.shared_bytes_max);
         if (step.entry != "kiln_moe_fc1" && step.entry != "kiln_moe_fc2") {
@@ -120,9 +123,12 @@ TEST(FusedMoeWarpgroupTemplateTest, AllPointsGiveTheSameBits) {
 // kernels are a program of their own; steps, arguments and arena are the same.
 TEST(FusedMoeWarpgroupTemplateTest, SharesTheStepsOfTheTileTemplate) {
   const Problem problem = ProblemFor(1024);
-  ASSERT_OK_AND_ASSIGN(const Candidate warpgroup,
-                       FusedMoeWarpgroupTemplate()->Instantiate(
-                           problem, {{"tokens_tile", 64}, {"ctas", 1}}));
+  ASSERT_OK_AND_ASSIGN(
+      const Candidate warpgroup,
+      FusedMoeWarpgroupTemplate()->Instantiate(problem, {{"tokens_tile", 64},
+                                                         {"ctas", 1},
+                                                         {"atomic_sum", 0},
+                                                         {"decoded", 0}}));
   ASSERT_OK_AND_ASSIGN(
       const Candidate tile,
       FusedMoeCudaTemplate()->Instantiate(problem, {{"tokens_tile", 64},
@@ -149,10 +155,115 @@ TEST(FusedMoeWarpgroupTemplateTest, SharesTheStepsOfTheTileTemplate) {
 }
 
 TEST(FusedMoeWarpgroupTemplateTest, RefusesTilesThatLeaveNoRegisters) {
-  EXPECT_THAT(FusedMoeWarpgroupTemplate()->MakeBody(
-                  ProblemFor(1024), {{"tokens_tile", 128}, {"ctas", 2}}),
+  EXPECT_THAT(FusedMoeWarpgroupTemplate()->MakeBody(ProblemFor(1024),
+                                                    {{"tokens_tile", 128},
+                                                     {"ctas", 2},
+                                                     {"atomic_sum", 0},
+                                                     {"decoded", 0}}),
               StatusIs(absl::StatusCode::kInvalidArgument,
                        HasSubstr("leaves no registers for a second block")));
+}
+
+// Feature rows F2.19 and F2.20: who may have sums without an order, what they
+// are called and what they save.
+TEST(FusedMoeWarpgroupTemplateTest, AtomicSumsAreForThoseWhoAllowThem) {
+  const Assignment point = {
+      {"tokens_tile", 256}, {"ctas", 1}, {"atomic_sum", 1}, {"decoded", 0}};
+  Problem problem = ProblemFor(4096);
+  problem.geometry.weights.shared_scales = true;
+  const KernelTemplate* const warpgroup = FusedMoeWarpgroupTemplate();
+  EXPECT_THAT(warpgroup->MakeBody(problem, point),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("the request is deterministic")));
+  for (const Assignment& other : AllOf(problem)) {
+    EXPECT_EQ(other.at("atomic_sum"), 0);
+  }
+
+  problem.geometry.deterministic = false;
+  problem.geometry.weights.shared_scales = false;
+  EXPECT_THAT(warpgroup->MakeBody(problem, point),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("needs one table of scales")));
+
+  problem.geometry.weights.shared_scales = true;
+  ASSERT_OK_AND_ASSIGN(const PlanBody atomic,
+                       warpgroup->MakeBody(problem, point));
+  EXPECT_FALSE(atomic.deterministic);
+  EXPECT_EQ(atomic.numerics_class, "w4a16.atomic_sum.wgmma");
+  Assignment ordered_point = point;
+  ordered_point["atomic_sum"] = 0;
+  ASSERT_OK_AND_ASSIGN(const PlanBody ordered,
+                       warpgroup->MakeBody(problem, ordered_point));
+  EXPECT_TRUE(ordered.deterministic);
+  // No row of H numbers of 2 bytes for each of 8 routes of a token.
+  EXPECT_EQ(ordered.arena.bytes - atomic.arena.bytes,
+            uint64_t{4096} * 8 * 2048 * 2);
+  // Intervals for few tokens have no such candidates, whatever is allowed.
+  problem.interval = {1, 64};
+  EXPECT_TRUE(AllOf(problem).empty());
+}
+
+TEST(FusedMoeWarpgroupTemplateTest, StepsNameEntriesOfTheirProgram) {
+  for (const int atomic_sum : {0, 1}) {
+    for (const uint32_t capacity : {1024u, 4096u}) {
+      Problem problem = ProblemFor(capacity);
+      problem.geometry.weights.shared_scales = atomic_sum != 0;
+      problem.geometry.deterministic = false;
+      ASSERT_OK_AND_ASSIGN(const Candidate candidate,
+                           FusedMoeWarpgroupTemplate()->Instantiate(
+                               problem, {{"tokens_tile", 64},
+                                         {"ctas", 1},
+                                         {"atomic_sum", atomic_sum},
+                                         {"decoded", 0}}));
+      // One program serves few routes and many.
+      ExpectProgramsOfSteps(
+          candidate, {"kiln_moe_count", "kiln_moe_place", "kiln_moe_route"});
+    }
+  }
+}
+
+// For very many rows an expert's weights are decoded once for all its tiles.
+TEST(FusedMoeWarpgroupTemplateTest, WeightsAreDecodedAheadForManyRows) {
+  const auto decoded = [](const Assignment& point) {
+    return point.at("decoded") != 0;
+  };
+  const auto any = [&](uint32_t capacity) {
+    const std::vector<Assignment> points = AllOf(ProblemFor(capacity));
+    return std::any_of(points.begin(), points.end(), decoded);
+  };
+  EXPECT_FALSE(any(16383));
+  EXPECT_TRUE(any(16384));
+  const Problem problem = ProblemFor(16384);
+  const Assignment ahead = {
+      {"tokens_tile", 256}, {"ctas", 1}, {"atomic_sum", 0}, {"decoded", 1}};
+  ASSERT_OK_AND_ASSIGN(
+      const Candidate candidate,
+      FusedMoeWarpgroupTemplate()->Instantiate(problem, ahead));
+  ExpectProgramsOfSteps(candidate, {"kiln_moe_route"});
+  EXPECT_EQ(candidate.body.numerics_class, "w4a16.f16.wgmma");
+  EXPECT_EQ(candidate.body.steps.front().label, "decode");
+  Assignment beside = ahead;
+  beside["decoded"] = 0;
+  ASSERT_OK_AND_ASSIGN(const PlanBody packed,
+                       FusedMoeWarpgroupTemplate()->MakeBody(problem, beside));
+  EXPECT_EQ(candidate.body.arena.bytes - packed.arena.bytes,
+            uint64_t{3} * 128 * 2048 * 768 * 2);
+}
+
+// What routing costs is in proportion to the routes where there are many.
+TEST(FusedMoeWarpgroupTemplateTest, ManyRoutesAreSortedInTwoLaunches) {
+  const auto labels = [](uint32_t capacity) {
+    const Problem problem = ProblemFor(capacity);
+    std::vector<std::string> names;
+    const auto body =
+        FusedMoeWarpgroupTemplate()->MakeBody(problem, AllOf(problem).front());
+    for (const Step& step : body.value().steps) names.push_back(step.label);
+    return names;
+  };
+  EXPECT_THAT(labels(1024), ElementsAre("route", "rotate", "fc1", "activate",
+                                        "fc2", "combine"));
+  EXPECT_THAT(labels(1025), ElementsAre("count", "place", "rotate", "fc1",
+                                        "activate", "fc2", "combine"));
 }
 
 }  // namespace

@@ -699,6 +699,8 @@ class UsageTest(CliTest):
              ["--jobs"]),
             (["prewarm", SMALL, "--target", "cpu", "--jobs", "many"],
              ["--jobs"]),
+            *((["plan", SMALL, "--target", "cpu", "--max-arena", size],
+               ["--max-arena"]) for size in ("0", "-1", "2TiB", "much")),
             (["prewarm", SMALL, "--target", "cpu", "--budget", "-1"],
              ["--budget"]),
             (["prewarm", SMALL, "--target", "cpu", "--compile-timeout", "0"],

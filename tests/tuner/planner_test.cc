@@ -342,6 +342,63 @@ TEST(PlannerTest, NamesTheRulesWhenNoPointIsLegal) {
                      HasSubstr("sm_90a"), HasSubstr("shared memory"))));
 }
 
+// Who asks for equal bits, as all do who do not say otherwise, gets no
+// candidate whose repeats may differ; who does not may have both.
+TEST(PlannerTest, RepeatsDifferOnlyWhereTheRequestAllowsIt) {
+  RequestGeometry geometry = Qwen();
+  geometry.weights.shared_scales = true;
+  const auto nondeterministic = [&](bool required) -> size_t {
+    geometry.deterministic = required;
+    const IntervalPlan plan =
+        Planner(geometry, ProfileOf("sm_90a"), TestToolchain(),
+                {.candidates_max = kAllCandidates})
+            .Plan({2049, 4096})
+            .value();
+    return static_cast<size_t>(
+        std::count_if(plan.candidates.begin(), plan.candidates.end(),
+                      [](const PlannedCandidate& candidate) {
+                        return !candidate.body.deterministic;
+                      }));
+  };
+  EXPECT_TRUE(RequestGeometry().deterministic);
+  EXPECT_EQ(nondeterministic(true), 0u);
+  EXPECT_GT(nondeterministic(false), 0u);
+}
+
+// Sums of routes in the output need no row for each route: with less scratch
+// than that they are what is left.
+TEST(PlannerTest, ALimitOfTheArenaLeavesWhatFits) {
+  RequestGeometry geometry = Qwen();
+  geometry.weights.shared_scales = true;
+  geometry.deterministic = false;
+  const Interval interval = {2049, 4096};
+  PlannerOptions options = {.candidates_max = kAllCandidates};
+  const auto plan = [&] {
+    return Planner(geometry, ProfileOf("sm_90a"), TestToolchain(), options)
+        .Plan(interval);
+  };
+  ASSERT_OK_AND_ASSIGN(const IntervalPlan all, plan());
+  uint64_t ordered = UINT64_MAX, atomic = 0;
+  for (const PlannedCandidate& candidate : all.candidates) {
+    const uint64_t bytes = candidate.body.arena.bytes;
+    if (candidate.body.deterministic) {
+      ordered = std::min(ordered, bytes);
+    } else {
+      atomic = std::max(atomic, bytes);
+    }
+  }
+  ASSERT_LT(atomic, ordered);
+  options.arena_bytes_max = ordered - 1;
+  ASSERT_OK_AND_ASSIGN(const IntervalPlan some, plan());
+  ASSERT_FALSE(some.candidates.empty());
+  for (const PlannedCandidate& candidate : some.candidates) {
+    EXPECT_EQ(candidate.body.assignment.at("atomic_sum"), 1);
+  }
+  options.arena_bytes_max = 1;
+  EXPECT_THAT(plan().status().message(),
+              HasSubstr("bytes exceeds the limit of 1"));
+}
+
 TEST(PlannerTest, SaysSoWhenNoTemplateServesTheTarget) {
   DeviceProfile device = ProfileOf("sm_80");
   device.target.level = 75;

@@ -133,7 +133,7 @@ TEST(ParseManifestTest, ReadsTheOtherSpellings) {
                {"\"mcg\"", "\"mul1\""},
                {"bf16", "f16"},
                {"i32", "i64"},
-               {"[1, 2, 4]", "[65536], \"deterministic\": true"}});
+               {"[1, 2, 4]", "[65536], \"deterministic\": false"}});
   ASSERT_OK_AND_ASSIGN(const Manifest manifest, ParseManifest(text, "f"));
   const Request& request = manifest.requests[0];
   EXPECT_THAT(request.layers, ElementsAre(3, 5, 1023));
@@ -142,7 +142,7 @@ TEST(ParseManifestTest, ReadsTheOtherSpellings) {
   EXPECT_EQ(geometry.weights.bits, (Bits{.gate = 1, .up = 2, .down = 8}));
   EXPECT_EQ(geometry.weights.codebook, Codebook::kMul1);
   EXPECT_TRUE(geometry.weights.shared_scales);
-  EXPECT_TRUE(geometry.deterministic);
+  EXPECT_FALSE(geometry.deterministic);
   EXPECT_EQ(geometry.io_dtype, DType::kF16);
   EXPECT_EQ(geometry.id_dtype, DType::kI64);
   // All of it survives the canonical text.
@@ -378,7 +378,7 @@ TEST(ParseLinearTest, ReadsTheOtherSpellings) {
                 {"\"bits\": 4", "\"bits\": 8"},
                 {"\"mcg\"", "\"3inst\""},
                 {"bf16", "f16"},
-                {"[1, 2, 4]", "[65536], \"deterministic\": true"}});
+                {"[1, 2, 4]", "[65536], \"deterministic\": false"}});
   ASSERT_OK_AND_ASSIGN(const Manifest manifest, ParseManifest(text, "f"));
   RequestGeometry expected;
   expected.op = Op::kLinear;
@@ -386,7 +386,7 @@ TEST(ParseLinearTest, ReadsTheOtherSpellings) {
       .in_features = 1048576, .out_features = 384, .bits = 8, .bias = true};
   expected.io_dtype = DType::kF16;
   expected.weights.codebook = Codebook::k3Inst;
-  expected.deterministic = true;
+  expected.deterministic = false;
   EXPECT_EQ(manifest.requests[0].geometry, expected);
 }
 

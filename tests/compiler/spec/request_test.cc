@@ -25,12 +25,12 @@ TEST(RequestGeometryTest, PrintsOneLine) {
   geometry.weights.bits = {.gate = 4, .up = 4, .down = 4};
   geometry.weights.codebook = Codebook::k3Inst;
   geometry.weights.shared_scales = true;
-  geometry.deterministic = true;
+  geometry.deterministic = false;
   geometry.io_dtype = DType::kF16;
   geometry.id_dtype = DType::kI64;
   EXPECT_EQ(geometry.ToString(),
             "fused_moe H2048 I768 E128 k8 exl3-3inst K4 silu w4a16 f16 i64 "
-            "shared scales deterministic");
+            "shared scales nondeterministic");
 }
 
 TEST(RequestGeometryTest, PrintsALinearMatrix) {
@@ -40,10 +40,10 @@ TEST(RequestGeometryTest, PrintsALinearMatrix) {
   geometry.weights.codebook = Codebook::kMul1;
   EXPECT_EQ(geometry.ToString(), "linear [4096, 1024] exl3-mul1 K5 w4a16 bf16");
   geometry.linear.bias = true;
-  geometry.deterministic = true;
+  geometry.deterministic = false;
   geometry.io_dtype = DType::kF16;
   EXPECT_EQ(geometry.ToString(),
-            "linear [4096, 1024] exl3-mul1 K5 w4a16 f16 bias deterministic");
+            "linear [4096, 1024] exl3-mul1 K5 w4a16 f16 bias nondeterministic");
 }
 
 TEST(RequestGeometryTest, PrintsTrellisMx) {
@@ -112,7 +112,7 @@ TEST(RequestGeometryTest, AKeyOfFusedMoeHasTheFieldsItAlwaysHad) {
                   "request/format=exl3", "request/codebook=mcg",
                   "request/bits_gate=3", "request/bits_up=4",
                   "request/bits_down=5", "request/shared_scales=false",
-                  "request/recipe=w4a16", "request/deterministic=false"));
+                  "request/recipe=w4a16", "request/deterministic=true"));
 }
 
 TEST(RequestGeometryTest, AKeyOfLinearHasItsOwnFieldsOnly) {
@@ -126,19 +126,18 @@ TEST(RequestGeometryTest, AKeyOfLinearHasItsOwnFieldsOnly) {
                   "request/out_features=1024", "request/bias=true",
                   "request/io_dtype=bf16", "request/format=exl3",
                   "request/codebook=mcg", "request/bits=5",
-                  "request/recipe=w4a16", "request/deterministic=false"));
+                  "request/recipe=w4a16", "request/deterministic=true"));
 }
 
 TEST(RequestGeometryTest, AKeyOfTrellisMxHasItsOwnFieldsOfWeights) {
-  EXPECT_THAT(
-      Encoded(SampleMxGeometry()),
-      ElementsAre("request/op=fused_moe", "request/hidden=2048",
-                  "request/intermediate=768", "request/experts=128",
-                  "request/top_k=8", "request/activation=silu",
-                  "request/io_dtype=bf16", "request/id_dtype=i32",
-                  "request/format=trellis_mx", "request/bits=3",
-                  "request/limit=7.5", "request/smallm_max_tokens=8",
-                  "request/recipe=w4a8", "request/deterministic=false"));
+  EXPECT_THAT(Encoded(SampleMxGeometry()),
+              ElementsAre("request/op=fused_moe", "request/hidden=2048",
+                          "request/intermediate=768", "request/experts=128",
+                          "request/top_k=8", "request/activation=silu",
+                          "request/io_dtype=bf16", "request/id_dtype=i32",
+                          "request/format=trellis_mx", "request/bits=3",
+                          "request/limit=7.5", "request/smallm_max_tokens=8",
+                          "request/recipe=w4a8", "request/deterministic=true"));
 }
 
 TEST(RequestGeometryTest, TheDirectArmAddsItsFieldsToTheKeyOfTrellisMx) {
@@ -151,7 +150,7 @@ TEST(RequestGeometryTest, TheDirectArmAddsItsFieldsToTheKeyOfTrellisMx) {
                   "request/format=trellis_mx", "request/bits=3",
                   "request/limit=7.5", "request/smallm_max_tokens=0",
                   "request/direct_max_tokens=8", "request/remainder=rp2",
-                  "request/recipe=w4a8", "request/deterministic=false"));
+                  "request/recipe=w4a8", "request/deterministic=true"));
 }
 
 TEST(RequestGeometryTest, AKeyOfQsrtHasItsOwnFieldsOfWeights) {
@@ -163,7 +162,7 @@ TEST(RequestGeometryTest, AKeyOfQsrtHasItsOwnFieldsOfWeights) {
                   "request/io_dtype=bf16", "request/id_dtype=i32",
                   "request/format=qsrt", "request/pairs=p24_p33",
                   "request/shared_scales=true", "request/decode_max_tokens=8",
-                  "request/recipe=w4a8", "request/deterministic=false"));
+                  "request/recipe=w4a8", "request/deterministic=true"));
 }
 
 TEST(RequestTest, IntervalsLeaveNoGap) {
