@@ -171,13 +171,29 @@ KILN_FN void RouteBlock(const Id* ids, Row* rows, u32* positions, Tile* tiles,
   }
 }
 
-// ---- routing in two launches -----------------------------------------------
+// ---- routing in proportion to the routes -----------------------------------
 //
-// For many routes, with work in proportion to them. Routes are cut into
-// segments of `length`, a multiple of kRouteThreads and at most 65535, of which
-// there are at most 128 or so: one launch counts the experts of every segment,
-// and from all counts the next one knows where each of its own routes goes.
-// Block s of both serves segment s; both have kRouteThreads threads.
+// One block sorts some thousands of routes. More of them are cut into segments
+// of `length`, a multiple of kRouteThreads and at most 65535, of which there
+// are at most 128 or so: one launch counts the experts of every segment, and
+// from all counts the next one knows where each of its own routes goes. Block s
+// of both serves segment s; all have kRouteThreads threads.
+
+// Calls each(route, expert, lanes with the same expert) for every 32 of the
+// routes [begin, end), of which the last ones may lie beyond it; by a warp.
+template <u32 kExperts, typename Id, class Each>
+KILN_FN void ForRoutes(const Id* ids, u32 begin, u32 end, u32 lane, Each each) {
+  const auto expert_of = [&](u32 route) {
+    return route < end ? ExpertOf<kExperts>(ids[route]) : kExperts;
+  };
+  u32 upcoming = expert_of(begin + lane);
+  for (u32 route = begin + lane; route - lane < end; route += 32) {
+    const u32 expert = upcoming;
+    upcoming = expert_of(route + 32);
+    each(route, expert, __match_any_sync(0xFFFFFFFFu, expert));
+    __syncwarp();
+  }
+}
 
 // counts[segment][expert]: how many routes.
 template <u32 kExperts, typename Id>
@@ -211,7 +227,11 @@ KILN_FN u32 WarpScan(u32 v, u32 lane) {
 template <u32 kExperts>
 constexpr u32 kPlaceBytes = kRouteWarps* kExperts * 2;
 
-// What RouteBlock writes. Blocks beyond the segments of `routes` do nothing.
+// Sorts routes by expert, stably: rows, positions (kNone of inactive routes),
+// tiles, totals. Blocks beyond the segments of `routes` do nothing.
+//   counts: of CountSegment; null where all routes are one segment, and then
+//   `length` is not read
+//   kShareUnit: see WriteTiles
 template <u32 kExperts, u32 kShareUnit, typename Id>
 KILN_FN void PlaceSegment(const Id* ids, const u32* counts, Row* rows,
                           u32* positions, Tile* tiles, Totals* totals,
@@ -222,6 +242,9 @@ KILN_FN void PlaceSegment(const Id* ids, const u32* counts, Row* rows,
   __shared__ u32 warp_tiles[kRouteWarps];
   // Of each warp and expert: routes, then those of the warps before it.
   u16* const table = reinterpret_cast<u16*>(DynamicShared());
+  if (counts == nullptr) {
+    length = (routes + kRouteThreads - 1) / kRouteThreads * kRouteThreads;
+  }
   const u32 segment = blockIdx.x;
   const u32 segments = (routes + length - 1) / length;
   if (segment >= segments) return;
@@ -229,17 +252,46 @@ KILN_FN void PlaceSegment(const Id* ids, const u32* counts, Row* rows,
   const u32 warp = threadIdx.x / 32;
   u16* const own = table + warp * kExperts;
 
+  // A warp has a contiguous range of the segment: it counts, and once the
+  // counts of the warps before it are known, it places.
+  const u32 range = length / kRouteWarps;
+  const u32 from = segment * length + warp * range;
+  const u32 begin = from < routes ? from : routes;
+  const u32 end = begin + range < routes ? begin + range : routes;
+  const u32 below = (1u << lane) - 1;
+  for (u32 e = lane; e < kExperts; e += 32) own[e] = 0;
+  __syncwarp();
+  const auto add = [&](u32 found, u32 same) {
+    if (found < kExperts && (same & below) == 0) {
+      own[found] = static_cast<u16>(own[found] + __popc(same));
+    }
+  };
+  ForRoutes<kExperts>(ids, begin, end, lane,
+                      [&](u32, u32 found, u32 same) { add(found, same); });
+
   // Thread e knows how many routes expert e has, and how many of them lie in
   // the segments before this one.
   const u32 expert = threadIdx.x;
   u32 count = 0, before = 0;
-  if (expert < kExperts) {
+  if (counts != nullptr && expert < kExperts) {
 #pragma unroll 8
     for (u32 s = 0; s < segments; ++s) {
       const u32 some = counts[s * kExperts + expert];
       count += some;
       before += s < segment ? some : 0;
     }
+  }
+  __syncthreads();
+  if (expert < kExperts) {
+    u32 sum = 0;
+#pragma unroll 8
+    for (u32 w = 0; w < kRouteWarps; ++w) {
+      u16& at = table[w * kExperts + expert];
+      const u32 some = at;
+      at = static_cast<u16>(sum);
+      sum += some;
+    }
+    if (counts == nullptr) count = sum;
   }
   const u32 own_tiles = (count + tokens_tile - 1) / tokens_tile;
   const u32 rows_upto = WarpScan(count, lane);
@@ -248,7 +300,6 @@ KILN_FN void PlaceSegment(const Id* ids, const u32* counts, Row* rows,
     warp_rows[warp] = rows_upto;
     warp_tiles[warp] = tiles_upto;
   }
-  for (u32 e = lane; e < kExperts; e += 32) own[e] = 0;
   __syncthreads();
   const u32 first =
       rows_upto - count + WarpSum(lane < warp ? warp_rows[lane] : 0);
@@ -262,54 +313,22 @@ KILN_FN void PlaceSegment(const Id* ids, const u32* counts, Row* rows,
       WriteTotals(first_tile + own_tiles, first + count, totals);
     }
   }
-
-  // A warp has a contiguous range of the segment: it counts, and once the
-  // counts of the warps before it are known, it places.
-  const u32 range = length / kRouteWarps;
-  const u32 from = segment * length + warp * range;
-  const u32 begin = from < routes ? from : routes;
-  const u32 end = begin + range < routes ? begin + range : routes;
-  const u32 below = (1u << lane) - 1;
-  for (u32 base = begin; base < end; base += 32) {
-    const u32 route = base + lane;
-    const u32 found = route < end ? ExpertOf<kExperts>(ids[route]) : kExperts;
-    const u32 same = __match_any_sync(0xFFFFFFFFu, found);
-    if (found < kExperts && (same & below) == 0) {
-      own[found] = static_cast<u16>(own[found] + __popc(same));
-    }
-    __syncwarp();
-  }
   __syncthreads();
-  if (expert < kExperts) {
-    u32 sum = 0;
-    for (u32 w = 0; w < kRouteWarps; ++w) {
-      u16& at = table[w * kExperts + expert];
-      const u32 some = at;
-      at = static_cast<u16>(sum);
-      sum += some;
-    }
-  }
-  __syncthreads();
-  for (u32 base = begin; base < end; base += 32) {
-    const u32 route = base + lane;
-    const u32 found = route < end ? ExpertOf<kExperts>(ids[route]) : kExperts;
-    const u32 same = __match_any_sync(0xFFFFFFFFu, found);
-    if (found < kExperts) {
-      const u32 at = next[found] + own[found] + __popc(same & below);
-      Row row;
-      row.route = route;
-      row.expert = found;
-      rows[at] = row;
-      positions[route] = at;
-    } else if (route < end) {
-      positions[route] = kNone;
-    }
-    __syncwarp();
-    if (found < kExperts && (same & below) == 0) {
-      own[found] = static_cast<u16>(own[found] + __popc(same));
-    }
-    __syncwarp();
-  }
+  ForRoutes<kExperts>(
+      ids, begin, end, lane, [&](u32 route, u32 found, u32 same) {
+        if (found < kExperts) {
+          const u32 at = next[found] + own[found] + __popc(same & below);
+          Row row;
+          row.route = route;
+          row.expert = found;
+          rows[at] = row;
+          positions[route] = at;
+        } else if (route < end) {
+          positions[route] = kNone;
+        }
+        __syncwarp();
+        add(found, same);
+      });
 }
 
 // ---- four neighbours -------------------------------------------------------

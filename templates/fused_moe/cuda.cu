@@ -212,27 +212,9 @@ __device__ __forceinline__ void RotateTokens(
 
 }  // namespace
 
+// `segments` blocks sort the routes: one, or as many as kiln_moe_count had.
 extern "C" __global__ void __launch_bounds__(kRouteThreads)
-    kiln_moe_route(const RouteId* __restrict__ ids, Row* __restrict__ rows,
-                   u32* __restrict__ positions, Tile* __restrict__ tiles,
-                   Totals* __restrict__ totals, const u16* __restrict__ x,
-                   const u16* __restrict__ gate_suh,
-                   const u16* __restrict__ up_suh,
-                   u16* __restrict__ gate_operand, u16* __restrict__ up_operand,
-                   KILN_OUT_PARAMETER u32 tokens, u32 tokens_tile) {
-  kd::BeginStep();
-  if (blockIdx.x < kExperts) {
-    kd::RouteBlock<kExperts, kShareUnit>(ids, rows, positions, tiles, totals,
-                                         tokens * kTopK, tokens_tile);
-  } else {
-    RotateTokens(kExperts, x, gate_suh, up_suh, gate_operand, up_operand,
-                 KILN_OUT tokens);
-  }
-}
-
-// The same after kiln_moe_count, with `segments` blocks for routes.
-extern "C" __global__ void __launch_bounds__(kRouteThreads)
-    kiln_moe_place(const RouteId* __restrict__ ids, const u32* counts,
+    kiln_moe_route(const RouteId* __restrict__ ids, const u32* counts,
                    Row* __restrict__ rows, u32* __restrict__ positions,
                    Tile* __restrict__ tiles, Totals* __restrict__ totals,
                    const u16* __restrict__ x, const u16* __restrict__ gate_suh,
@@ -254,16 +236,7 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
 #else
 
 extern "C" __global__ void __launch_bounds__(kRouteThreads)
-    kiln_moe_route(const RouteId* __restrict__ ids, Row* __restrict__ rows,
-                   u32* __restrict__ positions, Tile* __restrict__ tiles,
-                   Totals* __restrict__ totals, u32 tokens, u32 tokens_tile) {
-  kd::BeginStep();
-  kd::RouteBlock<kExperts, kShareUnit>(ids, rows, positions, tiles, totals,
-                                       tokens * kTopK, tokens_tile);
-}
-
-extern "C" __global__ void __launch_bounds__(kRouteThreads)
-    kiln_moe_place(const RouteId* __restrict__ ids, const u32* counts,
+    kiln_moe_route(const RouteId* __restrict__ ids, const u32* counts,
                    Row* __restrict__ rows, u32* __restrict__ positions,
                    Tile* __restrict__ tiles, Totals* __restrict__ totals,
                    u32 tokens, u32 length, u32 tokens_tile) {
@@ -294,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
 
 #endif  // KILN_SHARED_SUH
 
-// Of many routes: what kiln_moe_place sorts them by.
+// Of many routes: what kiln_moe_route sorts them by.
 extern "C" __global__ void __launch_bounds__(kRouteThreads)
     kiln_moe_count(const RouteId* __restrict__ ids, u32* __restrict__ counts,
                    u32 tokens, u32 length) {

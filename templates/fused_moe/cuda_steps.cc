@@ -17,8 +17,7 @@ constexpr uint32_t kDecodeThreads = 256;
 constexpr uint32_t kHelperWarps = kHelperThreads / 32;
 constexpr uint32_t kRouteWarps = kRouteThreads / 32;
 
-// Up to so many routes every expert's block reads them all.
-constexpr uint64_t kRoutesInOneLaunchMax = 8192;
+constexpr uint64_t kRoutesOfOneBlockMax = 8192;
 constexpr uint64_t kSegmentsMax = 128;
 
 // How routes are cut where one launch counts and the next one places; see
@@ -58,7 +57,6 @@ SourceUnit GroupedSupportUnit(const RequestGeometry& geometry,
   if (!form.atomic_sum) unit.entries.push_back("kiln_moe_combine");
   unit.entries.push_back("kiln_moe_count");
   if (form.atomic_sum) unit.entries.push_back("kiln_moe_finish");
-  unit.entries.push_back("kiln_moe_place");
   if (!geometry.weights.shared_scales) {
     unit.entries.push_back("kiln_moe_rotate");
   }
@@ -133,38 +131,35 @@ void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
     w_up = decoded[1];
     w_down = decoded[2];
   }
-  // Routes are sorted by a block for each expert, or for each segment of many
-  // routes; then blocks beyond these rotate the tokens if tables are shared,
-  // two 128 blocks per warp.
-  const bool counted = routes > kRoutesInOneLaunchMax;
-  const Segments segments = SegmentsOf(routes);
-  const uint32_t sorting = counted ? segments.count : experts;
-  std::vector<Arg> sort = {rows, positions, tiles, totals};
+  // Routes are sorted by one block, or by one for each segment of many; then
+  // blocks beyond these rotate the tokens if tables are shared, two 128 blocks
+  // per warp.
+  const bool counted = routes > kRoutesOfOneBlockMax;
+  const Segments segments = counted ? SegmentsOf(routes) : Segments{0, 1};
+  Arg counts = Arg::U64(0);
   if (counted) {
-    const Arg counts = slice("counts", uint64_t{4} * segments.count * experts);
+    counts = slice("counts", uint64_t{4} * segments.count * experts);
     add("count", 0,
         LaunchDim::Of({.mul = top_k, .add = 0, .div = segments.length}), one,
         kRouteThreads, 0,
         {p(P::kTopkIds), counts, Arg::Tokens(), Arg::U32(segments.length)});
-    sort.insert(sort.begin(), counts);
   }
-  sort.insert(sort.begin(), p(P::kTopkIds));
+  std::vector<Arg> route = {p(P::kTopkIds), counts, rows,
+                            positions,      tiles,  totals};
   if (shared) {
-    sort.insert(sort.end(), {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), gate, up});
-    if (form.atomic_sum) sort.push_back(p(P::kOut));
+    route.insert(route.end(),
+                 {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), gate, up});
+    if (form.atomic_sum) route.push_back(p(P::kOut));
   }
-  sort.push_back(Arg::Tokens());
-  if (counted) {
-    if (shared) sort.push_back(Arg::U32(segments.count));
-    sort.push_back(Arg::U32(segments.length));
-  }
-  sort.push_back(Arg::U32(tile));
-  add(counted ? "place" : "route", 0,
+  route.push_back(Arg::Tokens());
+  if (shared) route.push_back(Arg::U32(segments.count));
+  route.insert(route.end(), {Arg::U32(segments.length), Arg::U32(tile)});
+  add("route", 0,
       shared ? LaunchDim::Of({.mul = hidden / 128,
-                              .add = 2 * kRouteWarps * sorting,
+                              .add = 2 * kRouteWarps * segments.count,
                               .div = 2 * kRouteWarps})
-             : LaunchDim::Constant(sorting),
-      one, kRouteThreads, counted ? kRouteWarps * experts * 2 : 0, sort);
+             : LaunchDim::Constant(segments.count),
+      one, kRouteThreads, kRouteWarps * experts * 2, std::move(route));
   if (!shared) {
     add("rotate", 0, warps_over(top_k * (hidden / 128)), one, kHelperThreads, 0,
         {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), rows, totals, gate, up});

@@ -352,7 +352,10 @@ class Plan {
     kFc1,
     kActivated,
     kFc2,
+    kNoCounts,
     kTokens,
+    kSegments,
+    kLength,
     kTile,
     kSlices1,
     kSlices2,
@@ -413,14 +416,16 @@ class Plan {
     const u64 e = p_.experts, k = p_.top_k, t = c_.fc1.tokens;
     const auto only = [](Term term) { return std::pair(term, term); };
     if (p_.shared) {
-      const auto [a, b] = only({h_blocks, e * 64, 64});
-      AddStep("route", support, "kiln_moe_route", a, b, 1, 1024, 0,
-              {kIds, kRows, kPositions, kTiles, kTotals, kX, kGateSuh, kUpSuh,
-               kGateOperand, kUpOperand, kTokens, kTile});
+      const auto [a, b] = only({h_blocks, 64, 64});
+      AddStep("route", support, "kiln_moe_route", a, b, 1, 1024, 64 * e,
+              {kIds, kNoCounts, kRows, kPositions, kTiles, kTotals, kX,
+               kGateSuh, kUpSuh, kGateOperand, kUpOperand, kTokens, kSegments,
+               kLength, kTile});
     } else {
-      const auto [a, b] = only({0, e, 1});
-      AddStep("route", support, "kiln_moe_route", a, b, 1, 1024, 0,
-              {kIds, kRows, kPositions, kTiles, kTotals, kTokens, kTile});
+      const auto [a, b] = only({0, 1, 1});
+      AddStep("route", support, "kiln_moe_route", a, b, 1, 1024, 64 * e,
+              {kIds, kNoCounts, kRows, kPositions, kTiles, kTotals, kTokens,
+               kLength, kTile});
       const auto [c, d] = only({k * h_blocks, 0, 4});
       AddStep("rotate", support, "kiln_moe_rotate", c, d, 1, 128, 0,
               {kX, kGateSuh, kUpSuh, kRows, kTotals, kGateOperand, kUpOperand});
@@ -474,7 +479,10 @@ class Plan {
     for (size_t i = 0; i < offsets_.size(); ++i) {
       (*pointers)[kFirstSlice + i] = arena + offsets_[i];
     }
+    (*pointers)[kNoCounts] = 0;
     (*words)[kTokens] = m;
+    (*words)[kSegments] = 1;
+    (*words)[kLength] = 0;
     (*words)[kTile] = c_.fc1.tokens;
     (*words)[kSlices1] = c_.slices1;
     (*words)[kSlices2] = c_.slices2;

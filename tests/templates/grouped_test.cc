@@ -47,24 +47,28 @@ Routed Route(const std::vector<int>& ids, uint32_t tokens_tile) {
   return routed;
 }
 
-// The same in two launches, with one block more than there are segments.
+// The same by blocks of segments, with one more than there are: in two
+// launches, or by one block where `length` is 0.
 Routed RouteSegments(const std::vector<int>& ids, uint32_t length,
                      uint32_t tokens_tile) {
   Routed routed = Unwritten(ids.size(), tokens_tile);
   const auto routes = static_cast<uint32_t>(ids.size());
-  const uint32_t segments = (routes + length - 1) / length;
+  const uint32_t segments = length == 0 ? 1 : (routes + length - 1) / length;
   std::vector<uint32_t> counts(size_t{segments} * kExperts, 0xA5A5A5A5);
-  testing::gpu::Run({.grid = {segments}, .threads = kd::kRouteThreads}, [&] {
-    kd::CountSegment<kExperts>(ids.data(), counts.data(), routes, length);
-  });
+  if (length != 0) {
+    testing::gpu::Run({.grid = {segments}, .threads = kd::kRouteThreads}, [&] {
+      kd::CountSegment<kExperts>(ids.data(), counts.data(), routes, length);
+    });
+  }
   testing::gpu::Run({.grid = {segments + 1},
                      .threads = kd::kRouteThreads,
                      .shared_bytes = kd::kPlaceBytes<kExperts>},
                     [&] {
                       kd::PlaceSegment<kExperts, kShareUnit>(
-                          ids.data(), counts.data(), routed.rows.data(),
-                          routed.positions.data(), routed.tiles.data(),
-                          &routed.totals, routes, length, tokens_tile);
+                          ids.data(), length == 0 ? nullptr : counts.data(),
+                          routed.rows.data(), routed.positions.data(),
+                          routed.tiles.data(), &routed.totals, routes, length,
+                          tokens_tile);
                     });
   return routed;
 }
@@ -156,7 +160,7 @@ TEST(PlaceSegmentTest, WritesWhatOneLaunchWrites) {
        {size_t{1}, size_t{1024}, size_t{1025}, ids.size()}) {
     const std::vector<int> some(ids.begin(),
                                 ids.begin() + static_cast<ptrdiff_t>(routes));
-    for (const uint32_t length : {1024u, 3072u}) {
+    for (const uint32_t length : {0u, 1024u, 3072u}) {
       SCOPED_TRACE(absl::StrCat(routes, " routes, segments of ", length));
       const Routed expected = Route<kShareUnit>(some, 64);
       const Routed routed = RouteSegments(some, length, 64);

@@ -124,12 +124,13 @@ TEST(FusedMoeCudaTemplateTest, StepsCoverEveryRowChannelAndRoute) {
                     rows * static_cast<uint64_t>(inter / 128));
           ASSERT_GE(warps("combine"), m * static_cast<uint64_t>(hidden / 128));
           if (!shared) {
-            ASSERT_EQ(grid("route", 0), 16u) << "one block per expert";
+            ASSERT_EQ(grid("route", 0), 1u);
             ASSERT_GE(warps("rotate"),
                       rows * static_cast<uint64_t>(hidden / 128));
           } else {
-            ASSERT_GT(grid("route", 0), 16u)
-                << "blocks beyond the experts rotate the tokens";
+            // Beyond the block that sorts, 32 warps of two 128 blocks each.
+            ASSERT_GE((grid("route", 0) - 1) * 64,
+                      m * static_cast<uint64_t>(hidden / 128));
           }
         }
       }
@@ -208,7 +209,7 @@ TEST(FusedMoeCudaTemplateTest, StepsNameEntriesOfTheirProgram) {
     const Assignment point = AllOf(problem).front();
     ASSERT_OK_AND_ASSIGN(const Candidate candidate,
                          FusedMoeCudaTemplate()->Instantiate(problem, point));
-    ExpectProgramsOfSteps(candidate, {"kiln_moe_count", "kiln_moe_place"});
+    ExpectProgramsOfSteps(candidate, {"kiln_moe_count"});
   }
 }
 
