@@ -10,6 +10,7 @@ is any. The rules:
   includes    some headers belong to one wrapper, or to nobody
   calls       functions that this project does not use, or only in some places
   words       nothing unfinished stays behind
+  skips       a test that skips itself says why
   paths       no absolute path of one machine
   layout      column limits, white space, line ends, header guards, a first
               line that says what a header is for
@@ -97,6 +98,13 @@ BANNED_CMAKE = [(re.compile(pattern, re.IGNORECASE), reason)
      "settings belong to a target"),
     (r"find_package\s*\(\s*CUDA", "a build must not need the CUDA toolkit"),
 ]]
+
+# ctest -V and receipts show the reason.
+SKIP_WITHOUT_REASON = re.compile(
+    r"\bGTEST_SKIP\s*\(\s*\)(?!\s*<<)|"
+    r"\bskipTest\(\s*(f?([\"'])\2)?\s*\)|"
+    r"@unittest\.skip\s*$|"
+    r"@unittest\.skip(If|Unless)?\([^()]*?(f?([\"'])\5)\s*\)", re.MULTILINE)
 
 LEFTOVERS = re.compile(
     r"\b(TODO|FIXME|XXX|HACK|WIP)\b|"
@@ -198,6 +206,7 @@ class Tree:
         for path, text in self.texts.items():
             self.check_layout(path, text)
             self.check_words(path, text)
+            self.check_skips(path, text)
         for path in cpp:
             self.check_includes(path)
             self.check_calls(path)
@@ -294,6 +303,13 @@ class Tree:
             if match and not documentation:
                 self.complain(path, number, "absolute path of a machine: "
                               f"{match.group()}")
+
+    def check_skips(self, path, text):
+        if path in EXEMPT_FROM_WORDS or not path.endswith(CPP + (".py",)):
+            return
+        for match in SKIP_WITHOUT_REASON.finditer(text):
+            self.complain(path, text[:match.start()].count("\n") + 1,
+                          f"{match.group().strip()}: a skip says why")
 
     def check_layout(self, path, text):
         cpp = path.endswith(CPP)
