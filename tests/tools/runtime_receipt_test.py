@@ -169,8 +169,19 @@ class RuntimeReceiptTest(unittest.TestCase):
         self.assertNotIn("goal", receipt["results"]["open_ms"])
         self.assertEqual(receipt["host_results"]["Root_ns"]["median"], 2000)
         self.assertEqual(receipt["sources"], "aa" * 32)
+        self.assertIn("other devices", receipt["not_covered"])
         self.assertEqual(receipt["warm_cache"]["systems"]["kiln"],
                          {"loaded_ms": 9.5})
+
+    def test_every_receipt_of_the_tree_says_what_it_does_not_claim(self):
+        folder = ROOT / "tests" / "qualification"
+        receipts = [receipt for path in sorted(folder.rglob("*.json"))
+                    if isinstance(receipt := json.loads(path.read_text()), dict)
+                    and "device" in receipt]
+        self.assertGreaterEqual(len(receipts), 3)
+        for receipt in receipts:
+            self.assertRegex(receipt["not_covered"], "other devices",
+                             f'{receipt["schema"]} of {receipt["device"]}')
 
     def test_a_missed_goal_is_written_and_told(self):
         code, text = self.make(self.stand_ins(), "--runs", "5")
