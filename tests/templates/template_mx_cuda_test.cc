@@ -323,6 +323,38 @@ TEST(FusedMoeMxCudaTemplateTest, RefusesPointsThatBreakARule) {
                        HasSubstr("k_tile is 32, must be one of")));
 }
 
+// What the README states for one rank's part of a large layer, and which slices
+// it is made of.
+TEST(FusedMoeMxCudaTemplateTest, ScratchOfTheSmallMArmIsTheStatedFigure) {
+  constexpr uint64_t kTokens = 16, kHidden = 4096, kInter = 512, kTopK = 8;
+  constexpr uint64_t kRoutes = kTokens * kTopK;
+  Problem problem = ProblemFor(1, kTokens);
+  problem.geometry.hidden = kHidden;
+  problem.geometry.intermediate = kInter;
+  problem.geometry.experts = 288;
+  problem.geometry.top_k = kTopK;
+  problem.geometry.mx.smallm_max_tokens = kTokens;
+  const auto bytes = [&](int64_t split_fc1, int64_t split_fc2) {
+    for (Assignment point : SpaceOf(problem).points) {
+      point["split_fc1"] = split_fc1;
+      point["split_fc2"] = split_fc2;
+      const PlanBody body = BodyOf(problem, point);
+      EXPECT_EQ(SliceBytes(body, "x_values"), 2 * kTokens * kHidden);
+      EXPECT_EQ(SliceBytes(body, "mid_values"), 2 * kRoutes * kInter);
+      EXPECT_EQ(SliceBytes(body, "x_scales"), 0u);
+      EXPECT_EQ(SliceBytes(body, "mid_scales"), 0u);
+      return body.arena.bytes;
+    }
+    ADD_FAILURE() << "no points";
+    return uint64_t{0};
+  };
+  EXPECT_EQ(bytes(1, 1), 1576704u);
+  EXPECT_EQ(bytes(8, 4), 12848896u);
+  EXPECT_TRUE(absl::StrContains(
+      testing::ReadAll(testing::SourcePath("templates/fused_moe/README.md")),
+      "1,576,704 bytes without slices to 12,848,896"));
+}
+
 // ---- the state law, in all templates ---------------------------------------
 
 // A request of each op and format of weights.
