@@ -11,6 +11,8 @@ is any. The rules:
   calls       functions that this project does not use, or only in some places
   words       nothing unfinished stays behind
   skips       a test that skips itself says why
+  numbers     a table of measured numbers stands below what measured them, on
+              which device, and when
   paths       no absolute path of one machine
   layout      column limits, white space, line ends, header guards, a first
               line that says what a header is for
@@ -105,6 +107,20 @@ SKIP_WITHOUT_REASON = re.compile(
     r"\bskipTest\(\s*(f?([\"'])\2)?\s*\)|"
     r"@unittest\.skip\s*$|"
     r"@unittest\.skip(If|Unless)?\([^()]*?(f?([\"'])\5)\s*\)", re.MULTILINE)
+
+# A cell that was measured, as a rule: a fraction, or a number with a unit.
+MEASURED_CELL = re.compile(
+    r"[<>~]?[\d,]*(\.\d+( ?(us|ms|ns|s|x|%|[GTM]?B/s|[GT]FLOP/s))?|"
+    r"\d ?(us|ms|ns|s|x|%|[GTM]?B/s|[GT]FLOP/s))( each)?")
+MEASURED_CELLS_MIN = 3  # in a table of measured numbers
+# What its section must have said by then.
+ORIGINS = [(re.compile(pattern), what) for pattern, what in [
+    (r"\b20\d\d-\d\d(-\d\d)?\b", "a date, 2026-11-30 or 2026-11"),
+    (r"\b(H[12]00|GPU|EPYC|Xeon|Ryzen|Core|processor)\b",
+     "a device by its name"),
+    (r"`[^`]*(\bkiln |_harness\b|_bench\b|_test\b|\btools/|\btests/)[^`]*`",
+     "a command or program in backticks"),
+]]
 
 LEFTOVERS = re.compile(
     r"\b(TODO|FIXME|XXX|HACK|WIP)\b|"
@@ -207,6 +223,8 @@ class Tree:
             self.check_layout(path, text)
             self.check_words(path, text)
             self.check_skips(path, text)
+            if path.endswith(".md"):
+                self.check_numbers(path, text)
         for path in cpp:
             self.check_includes(path)
             self.check_calls(path)
@@ -310,6 +328,23 @@ class Tree:
         for match in SKIP_WITHOUT_REASON.finditer(text):
             self.complain(path, text[:match.start()].count("\n") + 1,
                           f"{match.group().strip()}: a skip says why")
+
+    def check_numbers(self, path, text):
+        section, table = [], []
+        for number, line in enumerate([*text.split("\n"), ""], 1):
+            if line.startswith("|"):
+                table.append(line)
+                continue
+            cells = [cell.strip() for row in table for cell in row.split("|")]
+            if sum(MEASURED_CELL.fullmatch(cell) is not None
+                   for cell in cells) >= MEASURED_CELLS_MIN:
+                for pattern, what in ORIGINS:
+                    if not pattern.search("\n".join(section)):
+                        self.complain(path, number - len(table), "a table of "
+                                      "measured numbers; its section must say "
+                                      f"{what} before it")
+            table = []
+            section = [line] if line.startswith("#") else [*section, line]
 
     def check_layout(self, path, text):
         cpp = path.endswith(CPP)

@@ -183,6 +183,49 @@ class RuntimeReceiptTest(unittest.TestCase):
             self.assertRegex(receipt["not_covered"], "other devices",
                              f'{receipt["schema"]} of {receipt["device"]}')
 
+    def test_the_readme_states_the_numbers_of_the_receipt(self):
+        """Both tables of runtime/README.md that name it, number by number."""
+        receipt = json.loads((ROOT / "tests" / "qualification" / "runtime" /
+                              "sm_90a.json").read_text())
+        readme = (ROOT / "runtime" / "README.md").read_text()
+        tables = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
+                  for cells in (line.split("|") for line in readme.splitlines()
+                                if line.startswith("| "))}
+        median = {name: result["median"]
+                  for name, result in receipt["results"].items()}
+        goal = {name: result.get("goal")
+                for name, result in receipt["results"].items()}
+        ms = "{:.1f} ms".format
+        ns = "{:.0f} ns".format
+        raw = median["launch_raw_ns"] / 1000
+        for row, cells in (
+                ("open, verify and load 256 programs (1.9 MiB), context up",
+                 [f'{goal["load_ms"]} ms', ms(median["load_ms"])]),
+                ("the same, in units of raw `cuModuleLoadData`, "
+                 "`cuModuleGetFunction`, `cuFuncLoad`",
+                 [f'{goal["load_over_raw"]}', f'{median["load_over_raw"]:.2f}']),
+                ("of it open and verify; hashing alone",
+                 ["", f'{ms(median["open_ms"])}; {ms(median["root_ms"])}']),
+                (f"`kiln_launch` of two steps, less raw ({raw:.1f} us)",
+                 [f'{goal["launch_minus_raw_ns"]} ns',
+                  ns(median["launch_minus_raw_ns"])]),
+                ("control: raw less raw", ["", ns(median["raw_minus_raw_ns"])]),
+                ("of it `cuCtxGetCurrent`", ["", ns(median["get_current_ns"])]),
+                ("`kiln_entry_find`", [f'{goal["find_ns"]} ns',
+                                       f'{median["find_ns"]:.1f} ns'])):
+            self.assertEqual(tables.get(row), cells, row)
+        self.assertIn(f'one {receipt["device"]["device"]}, driver ', readme)
+        self.assertIn(f'{receipt["date"]}, `tests/qualification/runtime/'
+                      'sm_90a.json`', readme)
+        for system, row in (("kiln", "Kiln, 32 programs of two kernels each"),
+                            ("cupy", "CuPy `RawKernel`, warm disk cache"),
+                            ("triton", "Triton, warm disk cache")):
+            found = receipt["warm_cache"]["systems"][system]
+            process, loaded = tables[row]
+            self.assertRegex(process, rf', {found["process_ms"]:.0f} ms')
+            self.assertRegex(loaded, rf', {found["loaded_ms"]:.1f} ms|'
+                             rf', {found["loaded_ms"]:.0f} ms')
+
     def test_a_missed_goal_is_written_and_told(self):
         code, text = self.make(self.stand_ins(), "--runs", "5")
         self.assertEqual(code, 1)
