@@ -1,15 +1,21 @@
 #include "compiler/worker_loop.h"
 
 #include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <optional>
 #include <string>
+#include <system_error>
+#include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "compiler/base/sanitized.h"
 #include "compiler/worker_channel.h"
 
@@ -34,7 +40,26 @@ void Isolate() {
   // environment, and looks for headers in the working folder.
   clearenv();
   setenv("CUDA_CACHE_DISABLE", "1", 1);
+  // NVRTC initialises the GPU's driver where there is one, which would open
+  // every device that it sees and take longer than a small program does.
+  setenv("CUDA_VISIBLE_DEVICES", "", 1);
   if (chdir("/") != 0) std::perror("compiler worker cannot leave its folder");
+}
+
+// A device that this process has open, other than /dev/null and its like; empty
+// if there is none.
+std::string OpenDevice() {
+  constexpr unsigned kMemoryDevices = 1;  // of Linux, by its major number
+  std::error_code error;
+  for (const auto& entry :
+       std::filesystem::directory_iterator("/proc/self/fd", error)) {
+    struct stat info;
+    if (stat(entry.path().c_str(), &info) == 0 && S_ISCHR(info.st_mode) &&
+        major(info.st_rdev) != kMemoryDevices) {
+      return std::filesystem::read_symlink(entry.path(), error).string();
+    }
+  }
+  return "";
 }
 
 WorkerResult RunJob(WorkerCompiler* compiler, const WorkerJob& job) {
@@ -82,7 +107,15 @@ int ServeCompiler(
       return 1;
     }
     WorkerResult result = RunJob(compiler->get(), *job);
-    result.last = !(*compiler)->Reusable();
+    // A process that can touch a device has no result, nor another job.
+    const std::string device = OpenDevice();
+    if (!device.empty()) {
+      result.status = absl::InternalError(
+          absl::StrCat("the compiler opened ", device,
+                       "; programs are compiled without a device"));
+      result.binary.clear();
+    }
+    result.last = !(*compiler)->Reusable() || !device.empty();
     absl::StatusOr<std::string> reply = EncodeResult(result);
     if (!reply.ok()) {
       reply = EncodeResult({.id = job->id,
@@ -92,7 +125,7 @@ int ServeCompiler(
                             .seconds = result.seconds,
                             .last = result.last});
     }
-    if (!SendFrame(channel, reply)) return 0;
+    if (!SendFrame(channel, reply) || result.last) return 0;
   }
   return 0;
 }

@@ -33,8 +33,9 @@ inline constexpr uint64_t kWorkerAddressSpaceBytes = uint64_t{4} << 30;
 
 // Isolates this process from everything that must not change its output or
 // outlive its parent - environment, working folder, standard streams, core
-// files -, creates the compiler, and answers jobs from standard input, which
-// must be the stream socket described in worker_protocol.h, until it ends.
+// files, GPUs -, creates the compiler, and answers jobs from standard input,
+// which must be the stream socket described in worker_protocol.h, until it
+// ends. A job after which a device is open has failed, and is the last one.
 // Returns the exit code of the process: 0 when the stream ended, 1 when the
 // compiler could not be created, 2 when standard input is no such stream.
 int ServeCompiler(

@@ -58,6 +58,10 @@ Json ToJson(const Row& row) {
               {"draws", row.timing.draws},
               {"bytes_per_s", row.work.bytes / seconds},
               {"flops_per_s", row.work.flops / seconds}};
+  if (row.timing.mhz_max > 0) {
+    out["clock_mhz"] = {{"least", row.timing.mhz_min},
+                        {"most", row.timing.mhz_max}};
+  }
   if (row.floor.Seconds() > 0) {
     out["floor_ns"] = {{"bytes", row.floor.bytes_s * 1e9},
                        {"decode", row.floor.decode_s * 1e9},
@@ -73,6 +77,13 @@ Json ToJson(const Row& row) {
   return out;
 }
 
+// One number where the clock stood still.
+std::string ClockText(const BenchTiming& timing) {
+  if (timing.mhz_max == 0) return "-";
+  if (timing.mhz_min == timing.mhz_max) return absl::StrCat(timing.mhz_max);
+  return absl::StrCat(timing.mhz_min, "..", timing.mhz_max);
+}
+
 std::vector<std::string> ToCells(const Row& row, bool compared) {
   const double seconds = row.timing.ns / 1e9;
   const bool has_floor = row.floor.Seconds() > 0;
@@ -81,6 +92,7 @@ std::vector<std::string> ToCells(const Row& row, bool compared) {
       absl::StrCat(row.plan.m_max),
       FormatNs(row.timing.ns),
       absl::StrFormat("%.1f %%", 100 * row.timing.noise_floor),
+      ClockText(row.timing),
       has_floor ? FormatNs(row.floor.Seconds() * 1e9) : "-",
       has_floor ? std::string(row.floor.Bound()) : "-",
       has_floor ? absl::StrFormat("%.2f", row.floor.Seconds() / seconds) : "-",
@@ -215,9 +227,9 @@ absl::StatusOr<int> RunBench(const GlobalOptions& global,
   Geomean fractions;
   Geomean ratios;
   Json rows = Json::array();
-  std::vector<std::vector<std::string>> table = {{"entry", "m", "time", "noise",
-                                                  "floor", "bound", "fraction",
-                                                  "GB/s", "GFLOP/s"}};
+  std::vector<std::vector<std::string>> table = {
+      {"entry", "m", "time", "noise", "MHz", "floor", "bound", "fraction",
+       "GB/s", "GFLOP/s"}};
   const bool compared = !bencher.rival().empty();
   if (compared) table[0].insert(table[0].end(), {"torch", "ratio"});
   table[0].emplace_back("plan");

@@ -124,6 +124,7 @@ void Print(const GlobalOptions& global, const RunCommand& command,
       out["passed"] = passed;
       out["worst_error"] = result.verdict.worst_error;
       out["tolerance"] = plan.tolerance;
+      out["worst_cosine"] = result.verdict.worst_cosine;
       out["replayed"] = result.replayed;
       if (!passed) out["reason"] = result.verdict.reason;
     }
@@ -137,9 +138,10 @@ void Print(const GlobalOptions& global, const RunCommand& command,
               plan.m_min, plan.m_max, plan.label, FormatNs(result.ns).c_str());
   if (command.check) {
     std::printf(
-        "%s: worst row error %.2e, allowed %.1e; direct launch and "
-        "replay with changed inputs and routes\n",
-        passed ? "PASS" : "FAIL", result.verdict.worst_error, plan.tolerance);
+        "%s: worst row error %.2e, allowed %.1e; least cosine %.9f; direct "
+        "launch and replay with changed inputs and routes\n",
+        passed ? "PASS" : "FAIL", result.verdict.worst_error, plan.tolerance,
+        result.verdict.worst_cosine);
     if (!passed) std::printf("%s\n", result.verdict.reason.c_str());
   }
 }

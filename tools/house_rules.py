@@ -10,6 +10,9 @@ is any. The rules:
   includes    some headers belong to one wrapper, or to nobody
   calls       functions that this project does not use, or only in some places
   words       nothing unfinished stays behind
+  skips       a test that skips itself says why
+  numbers     a table of measured numbers stands below what measured them, on
+              which device, and when
   paths       no absolute path of one machine
   layout      column limits, white space, line ends, header guards, a first
               line that says what a header is for
@@ -96,6 +99,27 @@ BANNED_CMAKE = [(re.compile(pattern, re.IGNORECASE), reason)
     (r"^\s*(include_directories|add_definitions|link_directories)\s*\(",
      "settings belong to a target"),
     (r"find_package\s*\(\s*CUDA", "a build must not need the CUDA toolkit"),
+]]
+
+# ctest -V and receipts show the reason.
+SKIP_WITHOUT_REASON = re.compile(
+    r"\bGTEST_SKIP\s*\(\s*\)(?!\s*<<)|"
+    r"\bskipTest\(\s*(f?([\"'])\2)?\s*\)|"
+    r"@unittest\.skip\s*$|"
+    r"@unittest\.skip(If|Unless)?\([^()]*?(f?([\"'])\5)\s*\)", re.MULTILINE)
+
+# A cell that was measured, as a rule: a fraction, or a number with a unit.
+MEASURED_CELL = re.compile(
+    r"[<>~]?[\d,]*(\.\d+( ?(us|ms|ns|s|x|%|[GTM]?B/s|[GT]FLOP/s))?|"
+    r"\d ?(us|ms|ns|s|x|%|[GTM]?B/s|[GT]FLOP/s))( each)?")
+MEASURED_CELLS_MIN = 3  # in a table of measured numbers
+# What its section must have said by then.
+ORIGINS = [(re.compile(pattern), what) for pattern, what in [
+    (r"\b20\d\d-\d\d(-\d\d)?\b", "a date, 2026-11-30 or 2026-11"),
+    (r"\b(H[12]00|GPU|EPYC|Xeon|Ryzen|Core|processor)\b",
+     "a device by its name"),
+    (r"`[^`]*(\bkiln |_harness\b|_bench\b|_test\b|\btools/|\btests/)[^`]*`",
+     "a command or program in backticks"),
 ]]
 
 LEFTOVERS = re.compile(
@@ -198,6 +222,9 @@ class Tree:
         for path, text in self.texts.items():
             self.check_layout(path, text)
             self.check_words(path, text)
+            self.check_skips(path, text)
+            if path.endswith(".md"):
+                self.check_numbers(path, text)
         for path in cpp:
             self.check_includes(path)
             self.check_calls(path)
@@ -294,6 +321,30 @@ class Tree:
             if match and not documentation:
                 self.complain(path, number, "absolute path of a machine: "
                               f"{match.group()}")
+
+    def check_skips(self, path, text):
+        if path in EXEMPT_FROM_WORDS or not path.endswith(CPP + (".py",)):
+            return
+        for match in SKIP_WITHOUT_REASON.finditer(text):
+            self.complain(path, text[:match.start()].count("\n") + 1,
+                          f"{match.group().strip()}: a skip says why")
+
+    def check_numbers(self, path, text):
+        section, table = [], []
+        for number, line in enumerate([*text.split("\n"), ""], 1):
+            if line.startswith("|"):
+                table.append(line)
+                continue
+            cells = [cell.strip() for row in table for cell in row.split("|")]
+            if sum(MEASURED_CELL.fullmatch(cell) is not None
+                   for cell in cells) >= MEASURED_CELLS_MIN:
+                for pattern, what in ORIGINS:
+                    if not pattern.search("\n".join(section)):
+                        self.complain(path, number - len(table), "a table of "
+                                      "measured numbers; its section must say "
+                                      f"{what} before it")
+            table = []
+            section = [line] if line.startswith("#") else [*section, line]
 
     def check_layout(self, path, text):
         cpp = path.endswith(CPP)

@@ -26,8 +26,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import xml.etree.ElementTree
 
 SCHEMA = "kiln.runtime/1"
+NOT_COVERED = ("results of kernels other than the small ones of these tests, "
+               "other devices and drivers, engines")
 HERE = pathlib.Path(__file__).resolve().parents[1]
 RECEIPTS = pathlib.Path("tests") / "qualification" / "runtime"
 
@@ -101,20 +104,37 @@ def measure_host(build, environment):
 
 def gpu_cases(build, environment, folder, only=None):
     """The test cases of runtime_gpu_test as it reports them."""
-    report = folder / "report.json"
+    report = folder / "report.xml"  # only XML says why a test was skipped
     # ctest and the pack run it without sharding or shuffling, too.
     call([build / "tests" / "runtime_gpu_test",
-          f"--gtest_output=json:{report}"] +
+          f"--gtest_output=xml:{report}"] +
          ([f"--gtest_filter={only}"] if only else []), env=environment)
-    suites = json.loads(report.read_text(encoding="utf-8"))["testsuites"]
-    return [case for suite in suites for case in suite["testsuite"]
-            if case["status"] == "RUN"]
+    cases = []
+    for case in xml.etree.ElementTree.parse(report).iter("testcase"):
+        if case.get("status") != "run":
+            continue
+        skip = case.find("skipped")
+        cases.append({"name": case.get("name"),
+                      "skipped": None if skip is None else reason_of(case, skip),
+                      **{p.get("name"): p.get("value")
+                         for p in case.iter("property")}})
+    return cases
+
+
+def reason_of(case, skip):
+    """What a test says of its skip, without the place in the source text."""
+    _, _, reason = skip.get("message", "").partition("\n")
+    if not reason.strip():
+        sys.exit(f"{case.get('name')} was skipped and does not say why: "
+                 "GTEST_SKIP() << a reason")
+    return reason.strip()
 
 
 def measure_device(build, environment, runs, folder):
     """(What device, counts of tests, values of each measure by run)."""
     cases = gpu_cases(build, environment, folder)
-    skipped = sorted(c["name"] for c in cases if c["result"] == "SKIPPED")
+    skipped = [{"name": c["name"], "why": c["skipped"]}
+               for c in sorted(cases, key=lambda c: c["name"]) if c["skipped"]]
     passed = len(cases) - len(skipped)
     if passed == 0:
         sys.exit("no test of tests/runtime_gpu_test ran: no NVIDIA device of "
@@ -234,6 +254,7 @@ def main(argv):
         receipt["results"] = judge(values, MEASURES)
         receipt["warm_cache"] = warm
         results.append(receipt["results"])
+        receipt["not_covered"] = NOT_COVERED
         output = output or HERE / RECEIPTS / f"{device['target']}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")

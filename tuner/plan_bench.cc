@@ -1,7 +1,9 @@
 #include "tuner/plan_bench.h"
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "compiler/base/check.h"
@@ -10,6 +12,18 @@
 #include "tuner/racer.h"
 
 namespace kiln {
+namespace {
+
+void AddClock(Device* device, BenchTiming* timing) {
+  const std::optional<ClockState> clocks = device->ReadClocks();
+  if (!clocks.has_value()) return;
+  timing->mhz_min = timing->mhz_min == 0
+                        ? clocks->mhz
+                        : std::min(timing->mhz_min, clocks->mhz);
+  timing->mhz_max = std::max(timing->mhz_max, clocks->mhz);
+}
+
+}  // namespace
 
 absl::StatusOr<BenchTiming> TimePlan(OpBench* bench, const LoadedPlan& plan,
                                      uint32_t m, const BenchOptions& options,
@@ -44,12 +58,16 @@ absl::StatusOr<BenchTiming> TimePlan(OpBench* bench, const LoadedPlan& plan,
   std::vector<BlockTime> theirs;
   std::vector<double> log_ratios;
   for (uint32_t block = 0; block < options.blocks; ++block) {
+    AddClock(bench->device(), &timing);
     ASSIGN_OR_RETURN(const double first, replay->Run());
+    AddClock(bench->device(), &timing);
     if (rival) {
       ASSIGN_OR_RETURN(const double ns, rival(m, timing.draws));
       theirs.push_back({block, ns});
     }
+    AddClock(bench->device(), &timing);
     ASSIGN_OR_RETURN(const double second, replay->Run());
+    AddClock(bench->device(), &timing);
     own.push_back({block, first / timing.draws});
     own.push_back({block, second / timing.draws});
     log_ratios.push_back(block % 2 == 0 ? std::log(first / second)

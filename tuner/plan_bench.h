@@ -24,6 +24,10 @@ struct BenchTiming {
   double experts = 0;      // active, mean over the draws
   uint32_t draws = 0;
   double rival_ns = 0;  // median of the rival; 0 without one
+  // Clock of the multiprocessors before and after each launch, the least and
+  // the most; 0 where the device does not say.
+  uint32_t mhz_min = 0;
+  uint32_t mhz_max = 0;
 };
 
 // A rival is timed once per block between the plan's two lanes: it returns

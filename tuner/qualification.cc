@@ -36,6 +36,12 @@ absl::StatusOr<QualificationReceipt> ParseReceipt(absl::string_view text,
   ASSIGN_OR_RETURN(receipt.target, ParseTarget(target));
   ASSIGN_OR_RETURN(receipt.device, TextOf(root, "device", file));
   ASSIGN_OR_RETURN(receipt.date, TextOf(root, "date", file));
+  ASSIGN_OR_RETURN(receipt.not_covered, TextOf(root, "not_covered", file));
+  if (receipt.not_covered.empty()) {
+    return JsonError(file, root,
+                     "\"not_covered\" is empty; a receipt says what its suite "
+                     "does not claim");
+  }
   const JsonNode* templates = root.Find("templates");
   if (templates == nullptr || templates->kind != JsonNode::Kind::kArray ||
       templates->items.empty()) {

@@ -18,8 +18,9 @@ namespace kiln {
 // One receipt, as far as Kiln itself needs it.
 struct QualificationReceipt {
   Target target;
-  std::string device;  // "NVIDIA H200"
-  std::string date;    // "2026-11-29"
+  std::string device;       // "NVIDIA H200"
+  std::string date;         // "2026-11-29"
+  std::string not_covered;  // what the suite does not claim
   std::vector<TemplateIdentity> templates;
 };
 

@@ -78,11 +78,21 @@ size_t FirstDifference(const float* a, const float* b, size_t width) {
 struct Error {
   double difference = 0;
   double norm = 0;
+  double got_norm = 0;
+  double product = 0;
 
   void Add(double got, double expected) {
     const double delta = got - expected;
     difference += delta * delta;
     norm += expected * expected;
+    got_norm += got * got;
+    product += got * expected;
+  }
+
+  // 1 where nothing is expected; of zeros for something 0.
+  double Cosine() const {
+    if (norm == 0) return 1;
+    return got_norm == 0 ? 0 : product / std::sqrt(norm * got_norm);
   }
 
   // Relative Frobenius error. Zeros must be exactly zero.
@@ -229,6 +239,9 @@ class RowChecker {
         return;
       }
       worst = std::max(worst, error.Relative());
+      if (uniform) {
+        result_->worst_cosine = std::min(result_->worst_cosine, error.Cosine());
+      }
     }
     if (uniform || exact || one_term) return;
     if (!(all.Relative() <= promise_.case_error_max)) {

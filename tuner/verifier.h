@@ -98,6 +98,8 @@ struct VerifyResult {
   // promise, and against the promised rounding boundaries.
   double worst_error = 0;
   double worst_staged_error = 0;
+  // Least cosine between a row of a uniform draw and that oracle's.
+  double worst_cosine = 1;
   double worst_case_error = 0;      // as Promise::case_error_max
   double worst_one_term_error = 0;  // as Promise::one_term_error_max
   std::string reason;  // of a failure: case, what was found and expected

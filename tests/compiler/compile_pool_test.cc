@@ -382,7 +382,26 @@ TEST(CompilePoolTest, WorkersSeeNoEnvironmentAndNoFolder) {
   ASSERT_OK_AND_ASSIGN(const auto results,
                        pool.Run(std::vector<CompileJob>{Job("environ")}));
   unsetenv("NVRTC_APPEND_FLAGS");
-  EXPECT_EQ(results[0].binary, "/\nCUDA_CACHE_DISABLE=1\n");
+  EXPECT_EQ(results[0].binary,
+            "/\nCUDA_CACHE_DISABLE=1\nCUDA_VISIBLE_DEVICES=\n");
+}
+
+// A pseudo-terminal stands in for a GPU: a device that every machine has. Its
+// job fails, and the next one has another process.
+TEST(CompilePoolTest, AWorkerThatOpensADeviceFailsItsJob) {
+  CompilePool pool = MakePool({.jobs = 1});
+  ASSERT_OK_AND_ASSIGN(
+      const auto results,
+      pool.Run(std::vector<CompileJob>{Job("open /dev/zero"),
+                                       Job("open /dev/ptmx"), Job("ok c")}));
+  EXPECT_OK(results[0].status);
+  EXPECT_THAT(results[1].status,
+              StatusIs(absl::StatusCode::kInternal,
+                       AllOf(HasSubstr("opened /dev/"),
+                             HasSubstr("compiled without a device"))));
+  EXPECT_EQ(results[1].binary, "");
+  EXPECT_EQ(results[2].binary, "c");
+  EXPECT_EQ(pool.stats().workers_started, 2);
 }
 
 TEST(CompilePoolTest, PassesLargeSourcesAndPrograms) {

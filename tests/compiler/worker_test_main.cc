@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -60,6 +61,10 @@ class FakeCompiler : public WorkerCompiler {
       kill(getpid(), SIGKILL);
     } else if (verb == "last") {
       reusable_ = false;
+    } else if (verb == "open") {
+      if (open(rest.c_str(), O_RDWR | O_NOCTTY) < 0) {
+        result.status = absl::InvalidArgumentError(std::strerror(errno));
+      }
     } else if (verb == "environ") {
       char folder[4096] = "?";
       result.binary = absl::StrCat(getcwd(folder, sizeof(folder)), "\n");

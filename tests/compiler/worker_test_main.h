@@ -26,6 +26,7 @@ inline constexpr char kFakeWorkerVerb[] = "fake-worker";
 //                   creates; then ok
 //   killed          kills its process with SIGKILL, always
 //   last TEXT       compiles to TEXT and cannot be used again
+//   open FILE       opens a file, keeps it open and is ok
 //   environ         compiles to its environment and working folder
 CompilerSetup FakeSetup(Backend backend);
 

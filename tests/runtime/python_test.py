@@ -8,6 +8,7 @@ PyTorch part where torch is installed.
 import array
 import ctypes
 import json
+import mmap
 import os
 import pathlib
 import re
@@ -287,8 +288,19 @@ class RuntimeTest(WithBundle):
         return tensors[OUT].data
 
     def refused_tensor(self, error, text, m=2, **changes):
-        with self.assertRaisesRegex(error, text):
-            self.launch_tensors(m, **changes)
+        """Refused, and neither the output nor the workspace was written."""
+        before = array.array("f", [0.5] * (m * HIDDEN))
+        out = before[:]
+        size = self.modules.find("moe", m).arena_bytes
+        arena = kiln.aligned_buffer(size)
+        ctypes.memset(arena.data_ptr(), 0xa5, size)
+        changes["out"] = {"data": out, **changes.get("out", {})}
+        with self.assertRaisesRegex(error, text) as caught:
+            self.launch_tensors(m, arena, **changes)
+        self.assertEqual(out, before)
+        self.assertEqual(ctypes.string_at(arena.data_ptr(), size),
+                         b"\xa5" * size)
+        return caught.exception
 
     def test_typed_and_shaped_tensors_are_taken(self):
         expected = self.launch(2)
@@ -361,10 +373,50 @@ class RuntimeTest(WithBundle):
                     rf"{columns}\], must have \[4, {columns}\]",
                     **{name: {"shape": (1, columns)}})
                 # A table that is not there.
-                error = self.refused(
-                    kiln.DispatchError, kiln.Status.PARAM_NULL,
-                    self.launch_tensors, 2, **{name: {"data": 0}})
-                self.assertIn(f"'{name}' is null", str(error))
+                error = self.refused_tensor(
+                    kiln.DispatchError, f"'{name}' is null",
+                    **{name: {"data": 0}})
+                self.assertEqual(error.status, kiln.Status.PARAM_NULL)
+
+    def test_refusals_touch_no_memory(self):
+        """As freed memory may be, all pages are closed to reads and writes: a
+        check or a kernel that looked at them would end the process."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
+                              ctypes.c_int, ctypes.c_int, ctypes.c_long]
+        size = 1 << 20
+        no_access = 0
+        memory = libc.mmap(None, (len(SHAPES) + 1) * size, no_access,
+                           mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        self.assertNotIn(memory, (None, ctypes.c_void_p(-1).value))
+        libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self.addCleanup(libc.munmap, memory, (len(SHAPES) + 1) * size)
+        entry = self.modules.find("moe", 2)
+        freed = {p.name: {"data": memory + i * size}
+                 for i, p in enumerate(entry.params)}
+        arena = kiln.Buffer(memory + len(SHAPES) * size, entry.arena_bytes)
+
+        def refused(error, text, **changes):
+            both = {name: {**place, **changes.get(name, {})}
+                    for name, place in freed.items()}
+            with self.assertRaisesRegex(error, text):
+                self.launch_tensors(2, arena, **both)
+
+        for name in ("w_gate", "w_up", "w_down"):
+            refused(TypeError, f"parameter {name} is f16, must be i16",
+                    **{name: {"dtype": "float16"}})
+            refused(ValueError, f"parameter {name} has the shape",
+                    **{name: {"shape": (EXPERTS, 8, 4, 32 * BITS)}})
+            refused(kiln.DispatchError, f"'{name}' is misaligned by 2 bytes",
+                    **{name: {"data": freed[name]["data"] + 2}})
+        for name in ("gate_suh", "up_suh", "rotations", "down_svh"):
+            refused(TypeError, f"parameter {name} is f32, must be f16",
+                    **{name: {"dtype": "float32"}})
+            refused(ValueError, f"parameter {name} has the shape",
+                    **{name: {"shape": (1, HIDDEN)}})
+            refused(kiln.DispatchError, f"'{name}' is null",
+                    **{name: {"data": 0}})
 
     def test_row21_refuses_a_workspace_that_is_shared_or_elsewhere(self):
         entry = self.modules.find("moe", 2)

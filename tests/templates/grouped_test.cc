@@ -35,21 +35,24 @@ Routed Unwritten(size_t routes, uint32_t tokens_tile) {
   return routed;
 }
 
-template <uint32_t kUnit>
-Routed Route(const std::vector<int>& ids, uint32_t tokens_tile) {
+template <uint32_t kUnit, typename Id>
+Routed Route(const std::vector<Id>& ids, uint32_t tokens_tile,
+             testing::gpu::Order order = testing::gpu::Order::kForward) {
   Routed routed = Unwritten(ids.size(), tokens_tile);
-  testing::gpu::Run({.grid = {kExperts}, .threads = kd::kRouteThreads}, [&] {
-    kd::RouteBlock<kExperts, kUnit>(
-        ids.data(), routed.rows.data(), routed.positions.data(),
-        routed.tiles.data(), &routed.totals, static_cast<uint32_t>(ids.size()),
-        tokens_tile);
-  });
+  testing::gpu::Run(
+      {.grid = {kExperts}, .threads = kd::kRouteThreads, .order = order}, [&] {
+        kd::RouteBlock<kExperts, kUnit>(
+            ids.data(), routed.rows.data(), routed.positions.data(),
+            routed.tiles.data(), &routed.totals,
+            static_cast<uint32_t>(ids.size()), tokens_tile);
+      });
   return routed;
 }
 
 // The same by blocks of segments, with one more than there are: in two
 // launches, or by one block where `length` is 0.
-Routed RouteSegments(const std::vector<int>& ids, uint32_t length,
+template <typename Id>
+Routed RouteSegments(const std::vector<Id>& ids, uint32_t length,
                      uint32_t tokens_tile) {
   Routed routed = Unwritten(ids.size(), tokens_tile);
   const auto routes = static_cast<uint32_t>(ids.size());
@@ -73,6 +76,28 @@ Routed RouteSegments(const std::vector<int>& ids, uint32_t length,
   return routed;
 }
 
+// An expert's id that knows how often one was looked at.
+struct CountedId {
+  static uint64_t reads;
+
+  explicit CountedId(int value) : id(value) {}
+
+  explicit CountedId(uint32_t value) : id(static_cast<int>(value)) {}
+
+  bool operator>=(int other) const {
+    ++reads;
+    return id >= other;
+  }
+
+  bool operator<(const CountedId& other) const { return id < other.id; }
+
+  explicit operator uint32_t() const { return static_cast<uint32_t>(id); }
+
+  int id;
+};
+
+uint64_t CountedId::reads = 0;
+
 // Routes to experts that have as many as `counts` says, shuffled.
 std::vector<int> Ids(const std::vector<uint32_t>& counts) {
   std::vector<int> ids;
@@ -82,6 +107,15 @@ std::vector<int> Ids(const std::vector<uint32_t>& counts) {
   testing::SplitMix64 random(7);
   for (size_t i = ids.size(); i > 1; --i) {
     std::swap(ids[i - 1], ids[random.Next() % i]);
+  }
+  return ids;
+}
+
+// `each` routes to every expert.
+std::vector<CountedId> CountedIds(uint32_t each) {
+  std::vector<CountedId> ids;
+  for (const int id : Ids(std::vector<uint32_t>(kExperts, each))) {
+    ids.emplace_back(id);
   }
   return ids;
 }
@@ -131,21 +165,53 @@ TEST(RouteBlockTest, TilesAreFullWhereNothingIsShared) {
   EXPECT_EQ(rows, (std::vector<uint32_t>{64, 36, 64, 1, 64, 63}));
 }
 
+// A token's routes follow each other, so that route order is token order.
 TEST(RouteBlockTest, RowsOfAnExpertAreInRouteOrder) {
-  std::vector<int> ids = Ids({90, 70, 50, 30, 10});
-  ids[3] = -1;
-  ids[40] = static_cast<int>(kExperts);
-  const Routed routed = Route<kShareUnit>(ids, 32);
-  std::vector<uint32_t> expected;
-  for (int e = 0; e < static_cast<int>(kExperts); ++e) {
-    for (uint32_t i = 0; i < ids.size(); ++i) {
-      if (ids[i] == e) expected.push_back(i);
+  const std::vector<std::vector<uint32_t>> all = {
+      {90, 70, 50, 30, 10}, {2000, 1, 1023, 1024, 1500}, {0, 0, 4500, 0, 0}};
+  for (const std::vector<uint32_t>& counts : all) {
+    std::vector<int> ids = Ids(counts);
+    ids[3] = -1;
+    ids[40] = static_cast<int>(kExperts);
+    std::vector<uint32_t> expected;
+    for (int e = 0; e < static_cast<int>(kExperts); ++e) {
+      for (uint32_t i = 0; i < ids.size(); ++i) {
+        if (ids[i] == e) expected.push_back(i);
+      }
+    }
+    for (const auto order :
+         {testing::gpu::Order::kForward, testing::gpu::Order::kBackward}) {
+      SCOPED_TRACE(absl::StrCat(ids.size(), " routes"));
+      const Routed routed = Route<kShareUnit>(ids, 32, order);
+      ASSERT_EQ(routed.totals.rows, expected.size());
+      for (size_t i = 0; i < expected.size(); ++i) {
+        ASSERT_EQ(routed.rows[i].route, expected[i]) << i;
+        ASSERT_EQ(routed.rows[i].expert,
+                  static_cast<uint32_t>(ids[expected[i]]));
+      }
     }
   }
-  ASSERT_EQ(routed.totals.rows, expected.size());
-  for (size_t i = 0; i < expected.size(); ++i) {
-    EXPECT_EQ(routed.rows[i].route, expected[i]);
-    EXPECT_EQ(routed.rows[i].expert, static_cast<uint32_t>(ids[expected[i]]));
+}
+
+// The work of a block grows with the routes, whatever their order.
+TEST(RouteBlockTest, ABlockReadsEachRouteTwice) {
+  for (const uint32_t each : {7u, 820u, 1640u}) {
+    const std::vector<CountedId> ids = CountedIds(each);
+    CountedId::reads = 0;
+    const Routed routed = Route<kShareUnit>(ids, 32);
+    EXPECT_EQ(CountedId::reads, 2 * kExperts * ids.size());
+    EXPECT_EQ(routed.totals.rows, ids.size());
+  }
+}
+
+// The work of all blocks does.
+TEST(PlaceSegmentTest, TwoLaunchesReadEachRouteThreeTimes) {
+  for (const uint32_t each : {7u, 820u, 1640u}) {
+    const std::vector<CountedId> ids = CountedIds(each);
+    CountedId::reads = 0;
+    const Routed routed = RouteSegments(ids, 1024, 32);
+    EXPECT_EQ(CountedId::reads, 3 * ids.size());
+    EXPECT_EQ(routed.totals.rows, ids.size());
   }
 }
 

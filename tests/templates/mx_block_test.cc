@@ -79,6 +79,38 @@ TEST(MxBlockTest, TheScaleOfABlockIsThatOfTheFormat) {
   }
 }
 
+// Rounded to binary32, the logarithm of what lies just above a power of two is
+// a whole number, the more often the larger the exponent is: a scale from it
+// would be too small, and the largest value would not fit.
+TEST(MxBlockTest, TheScaleIsNotThatOfALogarithm) {
+  // Of the 64 numbers above 448 * 2^e, as many would have the wrong scale.
+  const struct {
+    int from, to, wrong;
+  } counts[] = {{-126, -65, 39}, {-64, -33, 20}, {-32, -17, 9}, {-16, -9, 4},
+                {-8, -5, 2},     {-4, 3, 0},     {4, 7, 2},     {8, 15, 4},
+                {16, 31, 9},     {32, 63, 20},   {64, 119, 39}};
+
+  int exponents = 0;
+  for (const auto& [from, to, want] : counts) {
+    for (int e = from; e <= to; ++e, ++exponents) {
+      SCOPED_TRACE(e);
+      int wrong = 0;
+      float amax = std::ldexp(448.0f, e);
+      for (int step = 0; step < 64; ++step) {
+        amax = std::nextafterf(amax, INFINITY);
+        const int scale = kd::Mxfp8ScaleByte(amax);
+        ASSERT_EQ(scale, e + 128) << step;
+        ASSERT_EQ(Mxfp8ScaleOf(amax), scale) << step;
+        const auto logarithm =
+            static_cast<float>(std::log2(static_cast<double>(amax / 448.0f)));
+        wrong += static_cast<int>(std::ceil(logarithm)) + 127 != scale ? 1 : 0;
+      }
+      EXPECT_EQ(wrong, want);
+    }
+  }
+  EXPECT_EQ(exponents, 246);
+}
+
 TEST(MxBlockTest, EveryBlockOfTheVectorsMatches) {
   const json file = ReadJson(VectorsFolder() / "mxfp8.json");
   ASSERT_FALSE(file.at("blocks").empty());

@@ -90,6 +90,37 @@ inline void ExpectClassesAreSplits(const KernelTemplate& from,
   EXPECT_GT(splits.size(), 1u);
 }
 
+// That candidates over QSRT weights decode where the words lie: for one token
+// in small tiles the arena has less room than one matrix takes, decoded or
+// packed, apart from a table of states; and 256 more experts make it no larger
+// than their places in lists.
+inline void ExpectQsrtArenaHoldsNoWeights(const KernelTemplate& from,
+                                          Problem problem, int64_t tile_max) {
+  problem.interval = {1, 1};
+  const auto matrix =
+      static_cast<uint64_t>(problem.geometry.hidden * 256 * 3 / 8);
+  Problem larger = problem;
+  larger.geometry.experts += 256;
+  const std::vector<Assignment> points = from.Enumerate(problem, 1000).points;
+  int small = 0;
+  for (const Assignment& point : points) {
+    const absl::StatusOr<PlanBody> body = from.MakeBody(problem, point);
+    const absl::StatusOr<PlanBody> more = from.MakeBody(larger, point);
+    ASSERT_TRUE(body.ok() && more.ok()) << body.status() << more.status();
+    uint64_t bytes = 0;
+    for (const ArenaSlice& slice : body->arena.slices) {
+      if (slice.name != "codewords") bytes += slice.bytes;
+    }
+    if (point.at("tokens_tile") <= tile_max) {
+      EXPECT_LT(bytes, matrix) << body->Label();
+      ++small;
+    }
+    EXPECT_LE(more->arena.bytes, body->arena.bytes + 256 * 16 + kArenaAlignment)
+        << body->Label();
+  }
+  EXPECT_GT(small, 0);
+}
+
 }  // namespace kiln::testing
 
 #endif  // KILN_TESTS_TEMPLATES_PLAN_PARTS_H_

@@ -1,10 +1,14 @@
 #include "templates/fused_moe/template_mx_cuda.h"
 
+#include <filesystem>
+#include <iterator>
 #include <map>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "absl/algorithm/container.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
@@ -16,6 +20,7 @@
 #include "tests/support/status_matchers.h"
 #include "tests/templates/mx_arm_checks.h"
 #include "tests/templates/plan_parts.h"
+#include "tests/templates/test_data.h"
 
 namespace kiln {
 namespace {
@@ -316,6 +321,130 @@ TEST(FusedMoeMxCudaTemplateTest, RefusesPointsThatBreakARule) {
   EXPECT_THAT(FusedMoeMxCudaTemplate()->MakeBody(problem, bad),
               StatusIs(absl::StatusCode::kInvalidArgument,
                        HasSubstr("k_tile is 32, must be one of")));
+}
+
+// What the README states for one rank's part of a large layer, and which slices
+// it is made of.
+TEST(FusedMoeMxCudaTemplateTest, ScratchOfTheSmallMArmIsTheStatedFigure) {
+  constexpr uint64_t kTokens = 16, kHidden = 4096, kInter = 512, kTopK = 8;
+  constexpr uint64_t kRoutes = kTokens * kTopK;
+  Problem problem = ProblemFor(1, kTokens);
+  problem.geometry.hidden = kHidden;
+  problem.geometry.intermediate = kInter;
+  problem.geometry.experts = 288;
+  problem.geometry.top_k = kTopK;
+  problem.geometry.mx.smallm_max_tokens = kTokens;
+  const auto bytes = [&](int64_t split_fc1, int64_t split_fc2) {
+    for (Assignment point : SpaceOf(problem).points) {
+      point["split_fc1"] = split_fc1;
+      point["split_fc2"] = split_fc2;
+      const PlanBody body = BodyOf(problem, point);
+      EXPECT_EQ(SliceBytes(body, "x_values"), 2 * kTokens * kHidden);
+      EXPECT_EQ(SliceBytes(body, "mid_values"), 2 * kRoutes * kInter);
+      EXPECT_EQ(SliceBytes(body, "x_scales"), 0u);
+      EXPECT_EQ(SliceBytes(body, "mid_scales"), 0u);
+      return body.arena.bytes;
+    }
+    ADD_FAILURE() << "no points";
+    return uint64_t{0};
+  };
+  EXPECT_EQ(bytes(1, 1), 1576704u);
+  EXPECT_EQ(bytes(8, 4), 12848896u);
+  EXPECT_TRUE(absl::StrContains(
+      testing::ReadAll(testing::SourcePath("templates/fused_moe/README.md")),
+      "1,576,704 bytes without slices to 12,848,896"));
+}
+
+// ---- the state law, in all templates ---------------------------------------
+
+// A request of each op and format of weights.
+std::vector<RequestGeometry> GeometriesOfEveryFormat() {
+  const RequestGeometry mx = ProblemFor(9, 32).geometry;
+  RequestGeometry qsrt = mx;
+  qsrt.weights = {};
+  qsrt.weights.format = WeightFormat::kQsrt;
+  qsrt.intermediate = 256;
+  qsrt.mx = {};
+  qsrt.qsrt.decode_max_tokens = 16;
+  RequestGeometry exl3 = mx;
+  exl3.weights.format = WeightFormat::kExl3;
+  exl3.recipe = Recipe::kW4A16;
+  exl3.mx = {};
+  RequestGeometry linear = exl3;
+  linear.op = Op::kLinear;
+  linear.linear = {.in_features = 256, .out_features = 128, .bits = 4};
+  return {mx, qsrt, exl3, linear};
+}
+
+bool IncludesTheLaw(const SourceUnit& unit) {
+  return absl::c_any_of(unit.headers, [](const auto& header) {
+    return header.first == "formats/npk_law.h";
+  });
+}
+
+TEST(StateLawTest, IsPartOfEveryProgramOverTrellisMxAndOfNoOther) {
+  std::set<std::string> seen;
+  for (const RequestGeometry& geometry : GeometriesOfEveryFormat()) {
+    for (const KernelTemplate* from : AllTemplates()) {
+      if (from->op() != geometry.op ||
+          from->format() != geometry.weights.format) {
+        continue;
+      }
+      for (const Target& target :
+           {Target{Backend::kCpu, 3, false}, Target{Backend::kCuda, 90, true},
+            Target{Backend::kCuda, 120, true}}) {
+        if (target.backend != from->backend() ||
+            !from->Supports(geometry, target).ok()) {
+          continue;
+        }
+        for (const Interval& interval : {Interval{9, 16}, Interval{17, 512}}) {
+          const ParamSpace space =
+              from->Enumerate({geometry, interval, AssumedProfile(target)}, 1);
+          if (space.points.empty()) continue;
+          for (const SourceUnit& unit :
+               from->MakeUnits(geometry, target, space.points.front())) {
+            EXPECT_EQ(IncludesTheLaw(unit),
+                      geometry.weights.format == WeightFormat::kTrellisMx)
+                << from->name() << " " << unit.name;
+            seen.emplace(from->name());
+          }
+        }
+      }
+    }
+  }
+  EXPECT_EQ(seen.size(), AllTemplates().size()) << "a template without request";
+}
+
+// The numbers of its hash, which the codebook MCG of EXL3 has too: kernels take
+// that one's code, with the assertion that they are the same.
+TEST(StateLawTest, IsWrittenDownOnce) {
+  const std::set<std::string> may[] = {
+      {"device/trellis.h", "formats/exl3.h", "formats/npk_law.h"},
+      {"device/trellis.h", "formats/npk_law.h"},
+      {"device/trellis.h", "formats/npk_law.h"},
+      {"formats/npk_law.h"}};
+  const char* const words[] = {"cbac1fed", "8fff8fff", "3b603b60", "\"npk1:"};
+
+  std::set<std::string> found[std::size(words)];
+  const std::filesystem::path root = testing::SourcePath("templates");
+  for (const auto& entry :
+       std::filesystem::recursive_directory_iterator(root)) {
+    const std::string name = entry.path().lexically_relative(root).string();
+    if (!entry.is_regular_file() || absl::EndsWith(name, ".md")) continue;
+    const std::string text =
+        absl::AsciiStrToLower(testing::ReadAll(entry.path()));
+    for (size_t i = 0; i < std::size(words); ++i) {
+      if (absl::StrContains(text, words[i])) found[i].insert(name);
+    }
+  }
+  for (size_t i = 0; i < std::size(words); ++i) {
+    EXPECT_EQ(found[i], may[i]) << words[i];
+  }
+  for (const char* user :
+       {"fused_moe/mx_fragment.h", "fused_moe/mx_vector.h"}) {
+    EXPECT_THAT(TemplateText(user),
+                HasSubstr("static_assert(kNpkMultiplier == kMcgMultiplier"));
+  }
 }
 
 }  // namespace

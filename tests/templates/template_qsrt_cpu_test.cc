@@ -184,6 +184,11 @@ TEST(FusedMoeQsrtCpuTemplateTest, ATableIsMadeWhereACandidateReadsIt) {
   EXPECT_GT(with_table, 0u);
 }
 
+TEST(FusedMoeQsrtCpuTemplateTest, NoWeightsAreDecodedIntoTheArena) {
+  testing::ExpectQsrtArenaHoldsNoWeights(*FusedMoeQsrtCpuTemplate(),
+                                         ProblemFor(1, 1), 4);
+}
+
 // One step sorts routes, and both products read what it wrote.
 TEST(FusedMoeQsrtCpuTemplateTest, BothProductsReadOneRouteMap) {
   const Problem problem = ProblemFor(9, 32);

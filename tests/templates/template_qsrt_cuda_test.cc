@@ -332,6 +332,11 @@ bool Reads(const PlanBody& body, const std::string& label,
   return false;
 }
 
+TEST(FusedMoeQsrtCudaTemplateTest, NoWeightsAreDecodedIntoTheArena) {
+  testing::ExpectQsrtArenaHoldsNoWeights(*FusedMoeQsrtCudaTemplate(),
+                                         ProblemFor(1, 1), 128);
+}
+
 TEST(FusedMoeQsrtCudaTemplateTest, BothProductsReadOneRouteMap) {
   const Problem problem = ProblemFor(9, 32);
   for (const Assignment& point : SomeOf(SpaceOf(problem).points)) {

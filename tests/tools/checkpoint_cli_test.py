@@ -6,12 +6,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import unittest
 
 from small_checkpoint import (DENSE, EXPERTS, HAS_COMPILER, HIDDEN, KILN,
                               CliTest, write_btx, write_checkpoint,
-                              write_dense_checkpoint, write_qsrt,
+                              write_config, write_dense_checkpoint, write_qsrt,
                               write_qsrt_layer, write_real_checkpoint,
                               write_real_dense_checkpoint)
 
@@ -114,6 +115,19 @@ class CheckpointCliTest(CliTest):
             self.assertEqual(done.stderr.count(self.at("npk")), 1, done.stderr)
             self.assertIn(says, done.stderr)
             self.assertFalse(os.path.exists(self.at("out3")))
+        # Beside the configuration of an EXL3 checkpoint and under the name of
+        # its file it is none.
+        os.mkdir(self.at("posing"))
+        write_config(self.at("posing"), 512, 256, 1)
+        shutil.copy(self.at("npk", "npk1-layer-00000-rank-0-of-2.safetensors"),
+                    self.at("posing", "model.safetensors"))
+        done = self.kiln("describe", self.at("posing"), code=2)
+        self.assertIn('layer 0 lacks "model.layers.0.mlp.experts.0.gate_proj.'
+                      'trellis"', done.stderr)
+        done = self.kiln("prepare", self.at("posing"), "-o", self.at("out4"),
+                         "--layer", "0", code=2)
+        self.assertIn("layer 0 has no routed experts", done.stderr)
+        self.assertFalse(os.path.exists(self.at("out4")))
         # One changed byte is refused by name, and nothing is written.
         name = self.at("npk", "npk1-layer-00000-rank-1-of-2.safetensors")
         with open(name, "r+b") as handle:

@@ -1160,12 +1160,15 @@ class CareTest(CliTest):
             self.assertGreater(row["bytes_per_s"], 0)
             self.assertGreater(row["flops_per_s"], 0)
             self.assertNotIn("fraction", row)
+            # Processors do not say at which clock they run.
+            self.assertNotIn("clock_mhz", row)
         self.assertEqual(report["l2"], "cold")
         self.assertFalse((SCRATCH / "no ceilings").exists())
         words = kiln("bench", self.bundle, "--blocks", "2",
                      "--allow-unqualified", "--warm-l2")
         self.assertEqual(words.code, DONE, words)
         self.assertIn("warm L2", words.out)
+        self.assertRegex(words.out, r"noise +MHz +floor")
         self.refuse(USAGE, "must be torch", args=[
             "bench", self.bundle, "--compare", "cublas"])
         self.refuse(USAGE, '"nope"', args=[

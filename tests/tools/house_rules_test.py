@@ -88,6 +88,8 @@ CLEAN = {
                           '#include "runtime/driver.h"\n',
 }
 
+MEASURED = "| m | us |\n|---|---|\n| 1 | 2.5 |\n| 2 | 31 us |\n| 4 | 1.3 x |\n"
+
 # name, path, text to append (a path that CLEAN lacks is a new file), and the
 # start of the one line that must come out.
 BROKEN = [
@@ -203,6 +205,33 @@ BROKEN = [
      "compiler/pool.cc:4: leftover: TO" "DO"),
     ("a leftover in prose", "tools/notes.md", "This is a place" "holder.\n",
      "tools/notes.md:1: leftover: place" "holder"),
+    ("a skip without a reason", "tests/kiln_test.cc",
+     "if (none) GTEST_SKIP();\n",
+     "tests/kiln_test.cc:4: GTEST_SKIP(): a skip says why"),
+    ("a skip without a reason in Python", "tests/x_test.py",
+     'self.skipTest("")\n', "tests/x_test.py:1: skipTest(\"\"): a skip says"),
+    ("a decorator without a reason", "tests/x_test.py",
+     "@unittest.skip\ndef test_x(self):\n    pass\n",
+     "tests/x_test.py:1: @unittest.skip: a skip says why"),
+    ("a condition without a reason", "tests/x_test.py",
+     "@unittest.skipIf(GPUS < 2, '')\n",
+     "tests/x_test.py:1: @unittest.skipIf(GPUS < 2, ''): a skip says why"),
+    ("numbers without a date", "tools/notes.md",
+     "On an AMD EPYC, `kiln bench`:\n\n" + MEASURED,
+     "tools/notes.md:3: a table of measured numbers; its section must say a "
+     "date"),
+    ("numbers without a device", "tools/notes.md",
+     "2026-11, `kiln bench`:\n\n" + MEASURED,
+     "tools/notes.md:3: a table of measured numbers; its section must say a "
+     "device"),
+    ("numbers without a command", "tools/notes.md",
+     "One NVIDIA H200, 2026-11-30:\n\n" + MEASURED,
+     "tools/notes.md:3: a table of measured numbers; its section must say a "
+     "command"),
+    ("numbers of another section", "tools/notes.md",
+     "One NVIDIA H200, 2026-11-30, `kiln bench`:\n\n# Costs\n" + MEASURED,
+     "tools/notes.md:4: a table of measured numbers; its section must say a "
+     "date"),
     ("a merge mark", "tools/notes.md", "<" * 7 + " HEAD\n",
      "tools/notes.md:1: leftover: <<<<<<<"),
     ("a machine's path", "compiler/pool.cc",
@@ -242,6 +271,14 @@ FINE = [
      'const char* text = R"X(\n#include "no/such.h"\nrand();\n)X";\n'),
     ("names that end alike", "compiler/pool.cc",
      "int x = operand(1) + file_system(2) + strand(3);\n"),
+    ("numbers with their origin", "tools/notes.md",
+     "One NVIDIA H200, 2026-11-30, `kiln bench`:\n\n" + MEASURED),
+    ("numbers that nobody measured", "tools/notes.md",
+     "| rate | bits |\n|---|---|\n| 1.25 | 10 |\n| 2.25 | 18 |\n"),
+    ("a skip with its reason", "tests/kiln_test.cc",
+     'if (none) {\n  GTEST_SKIP()\n      << "no GPU";\n}\n'),
+    ("skips with their reasons in Python", "tests/x_test.py",
+     'self.skipTest(f"no {what}")\n@unittest.skipIf(GPUS < 2, "one GPU")\n'),
     ("a path in documentation", "tools/notes.md", "See /t" "mp/x.\n"),
     ("a long address", "compiler/pool.cc",
      "// https://example.com/" + "x" * 80 + "\n"),

@@ -64,8 +64,8 @@ class MxServeTest(unittest.TestCase):
         return found
 
     def run_bundle(self, bundle, tokens):
-        return kiln("run", bundle, "--entry", "moe", "--tokens", tokens,
-                    "--check", "--allow-unqualified")
+        return kiln("--json", "run", bundle, "--entry", "moe", "--tokens",
+                    tokens, "--check", "--allow-unqualified")
 
     def test_up_to_the_limit_the_small_m_arm_answers_above_it_the_grouped(self):
         self.assertEqual(self.arms(),
@@ -82,10 +82,18 @@ class MxServeTest(unittest.TestCase):
                          {"1..1": {8}, "2..4": {8}, "5..8": {8}})
 
     def test_every_count_passes_the_oracle_of_its_arm(self):
+        """Rows of the small-M arm against the reference without quantised
+        activations, those of the grouped arm against the one with them."""
         for tokens in (1, 3, 4, 5, 8):
             done = self.run_bundle(self.bundle, tokens)
             self.assertEqual(done.returncode, 0, done.stderr)
-            self.assertIn("PASS", done.stdout)
+            result = json.loads(done.stdout)
+            self.assertTrue(result["passed"])
+            self.assertIn(f'activation_bits={16 if tokens <= 4 else 8}',
+                          result["plan"])
+            self.assertGreaterEqual(result["worst_cosine"],
+                                    0.99995 if tokens <= 4 else 0.9998)
+            self.assertLessEqual(result["worst_error"], result["tolerance"])
 
     def test_every_plan_repeats_its_digest(self):
         done = kiln("verify", self.bundle, "--selftest", "--allow-unqualified")

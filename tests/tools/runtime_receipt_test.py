@@ -41,27 +41,31 @@ VALUES = {"load_ms": 3, "load_raw_ms": 2.5, "load_over_raw": 0.4, "open_ms": 1,
           "get_current_ns": 9}
 
 GPU_TEST = """#!{python}
-import json, pathlib, sys
+import pathlib, sys
+import xml.etree.ElementTree as xml
 options = dict(a.split("=", 1) for a in sys.argv[1:])
 only = options.get("--gtest_filter")
 count = pathlib.Path(__file__).with_suffix(".count")
-timings = {{"name": "CostsLittleMoreThanTheDriver", "status": "RUN",
-           "result": "COMPLETED", "device": "NVIDIA Imaginary",
-           "target": "sm_90a", "driver_version": "13000"}}
+timings = {{"device": "NVIDIA Imaginary", "target": "sm_90a",
+           "driver_version": "13000"}}
 if only:
     n = int(count.read_text()) + 1 if count.exists() else 1
     count.write_text(str(n))
     timings.update({{k: "%.9g" % (v * n) for k, v in {values!r}.items()}})
-cases = [timings] if only else [
-    timings, {{"name": "OnTwoDevices", "status": "RUN", "result": "SKIPPED"}},
-    {{"name": "Other", "status": "NOTRUN", "result": "SUPPRESSED"}}]
-for case in cases:
-    case.setdefault("classname", "RuntimeGpuTest")
-if {skip}:
-    for case in cases:
-        case["result"] = "SKIPPED"
-pathlib.Path(options["--gtest_output"].removeprefix("json:")).write_text(
-    json.dumps({{"testsuites": [{{"testsuite": cases}}]}}))
+report = xml.Element("testsuites")
+suite = xml.SubElement(report, "testsuite")
+def case(name, status="run", skip=None, **properties):
+    one = xml.SubElement(suite, "testcase", name=name, status=status)
+    if skip is not None:
+        xml.SubElement(one, "skipped", message="a_test.cc:7\\n" + skip)
+    for key, value in properties.items():
+        xml.SubElement(one, "property", name=key, value=value)
+case("CostsLittleMoreThanTheDriver", skip="no device" if {skip} else None,
+     **timings)
+if not only:
+    case("OnTwoDevices", skip={why!r})
+    case("Other", "notrun")
+xml.ElementTree(report).write(options["--gtest_output"].removeprefix("xml:"))
 sys.exit({code})
 """
 
@@ -86,7 +90,7 @@ class RuntimeReceiptTest(unittest.TestCase):
         self.folder = pathlib.Path(scratch)
         self.output = self.folder / "made" / "receipt.json"
 
-    def stand_ins(self, skip=False, code=0):
+    def stand_ins(self, skip=False, code=0, why="one device only"):
         """A build folder whose programs say what VALUES says."""
         build = self.folder / "build"
         (build / "tests").mkdir(parents=True)
@@ -94,7 +98,7 @@ class RuntimeReceiptTest(unittest.TestCase):
         (build / "lib" / "libkiln_runtime.so.1").write_bytes(b"library")
         for name, text in (
                 ("runtime_gpu_test", GPU_TEST.format(
-                    python=sys.executable, values=VALUES, skip=skip,
+                    python=sys.executable, values=VALUES, skip=skip, why=why,
                     code=code)),
                 ("runtime_bench", BENCH.format(python=sys.executable)),
                 ("scale_bundle", "#!/bin/sh\n: > $2\n")):
@@ -154,7 +158,9 @@ class RuntimeReceiptTest(unittest.TestCase):
             "device": "NVIDIA Imaginary", "target": "sm_90a",
             "driver_version": 13000})
         self.assertEqual(receipt["tests"],
-                         {"passed": 1, "skipped": ["OnTwoDevices"]})
+                         {"passed": 1, "skipped": [
+                             {"name": "OnTwoDevices",
+                              "why": "one device only"}]})
         self.assertEqual(set(receipt["results"]), set(VALUES))
         self.assertEqual(receipt["results"]["find_ns"], {
             "median": 14, "runs": [7, 14, 21], "goal": 20, "met": True})
@@ -163,8 +169,62 @@ class RuntimeReceiptTest(unittest.TestCase):
         self.assertNotIn("goal", receipt["results"]["open_ms"])
         self.assertEqual(receipt["host_results"]["Root_ns"]["median"], 2000)
         self.assertEqual(receipt["sources"], "aa" * 32)
+        self.assertIn("other devices", receipt["not_covered"])
         self.assertEqual(receipt["warm_cache"]["systems"]["kiln"],
                          {"loaded_ms": 9.5})
+
+    def test_every_receipt_of_the_tree_says_what_it_does_not_claim(self):
+        folder = ROOT / "tests" / "qualification"
+        receipts = [receipt for path in sorted(folder.rglob("*.json"))
+                    if isinstance(receipt := json.loads(path.read_text()), dict)
+                    and "device" in receipt]
+        self.assertGreaterEqual(len(receipts), 3)
+        for receipt in receipts:
+            self.assertRegex(receipt["not_covered"], "other devices",
+                             f'{receipt["schema"]} of {receipt["device"]}')
+
+    def test_the_readme_states_the_numbers_of_the_receipt(self):
+        """Both tables of runtime/README.md that name it, number by number."""
+        receipt = json.loads((ROOT / "tests" / "qualification" / "runtime" /
+                              "sm_90a.json").read_text())
+        readme = (ROOT / "runtime" / "README.md").read_text()
+        tables = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
+                  for cells in (line.split("|") for line in readme.splitlines()
+                                if line.startswith("| "))}
+        median = {name: result["median"]
+                  for name, result in receipt["results"].items()}
+        goal = {name: result.get("goal")
+                for name, result in receipt["results"].items()}
+        ms = "{:.1f} ms".format
+        ns = "{:.0f} ns".format
+        raw = median["launch_raw_ns"] / 1000
+        for row, cells in (
+                ("open, verify and load 256 programs (1.9 MiB), context up",
+                 [f'{goal["load_ms"]} ms', ms(median["load_ms"])]),
+                ("the same, in units of raw `cuModuleLoadData`, "
+                 "`cuModuleGetFunction`, `cuFuncLoad`",
+                 [f'{goal["load_over_raw"]}', f'{median["load_over_raw"]:.2f}']),
+                ("of it open and verify; hashing alone",
+                 ["", f'{ms(median["open_ms"])}; {ms(median["root_ms"])}']),
+                (f"`kiln_launch` of two steps, less raw ({raw:.1f} us)",
+                 [f'{goal["launch_minus_raw_ns"]} ns',
+                  ns(median["launch_minus_raw_ns"])]),
+                ("control: raw less raw", ["", ns(median["raw_minus_raw_ns"])]),
+                ("of it `cuCtxGetCurrent`", ["", ns(median["get_current_ns"])]),
+                ("`kiln_entry_find`", [f'{goal["find_ns"]} ns',
+                                       f'{median["find_ns"]:.1f} ns'])):
+            self.assertEqual(tables.get(row), cells, row)
+        self.assertIn(f'one {receipt["device"]["device"]}, driver ', readme)
+        self.assertIn(f'{receipt["date"]}, `tests/qualification/runtime/'
+                      'sm_90a.json`', readme)
+        for system, row in (("kiln", "Kiln, 32 programs of two kernels each"),
+                            ("cupy", "CuPy `RawKernel`, warm disk cache"),
+                            ("triton", "Triton, warm disk cache")):
+            found = receipt["warm_cache"]["systems"][system]
+            process, loaded = tables[row]
+            self.assertRegex(process, rf', {found["process_ms"]:.0f} ms')
+            self.assertRegex(loaded, rf', {found["loaded_ms"]:.1f} ms|'
+                             rf', {found["loaded_ms"]:.0f} ms')
 
     def test_a_missed_goal_is_written_and_told(self):
         code, text = self.make(self.stand_ins(), "--runs", "5")
@@ -183,6 +243,19 @@ class RuntimeReceiptTest(unittest.TestCase):
         with self.assertRaisesRegex(SystemExit, "--without-device"):
             self.make(self.stand_ins(skip=True))
         self.assertFalse(self.output.exists())
+
+    def test_nothing_is_written_of_a_skip_without_a_reason(self):
+        with self.assertRaisesRegex(SystemExit, "OnTwoDevices was skipped and "
+                                    "does not say why"):
+            self.make(self.stand_ins(why=""))
+        self.assertFalse(self.output.exists())
+
+    def test_this_builds_test_says_why_it_skips(self):
+        cases = runtime_receipt.gpu_cases(BUILD, None, self.folder)
+        self.assertGreater(len(cases), 5)
+        for case in cases:
+            if case["skipped"] is not None:
+                self.assertRegex(case["skipped"], "device|capability")
 
     def test_nothing_is_written_when_start_up_was_not_measured(self):
         with self.assertRaisesRegex(SystemExit, "no such library"):

@@ -241,6 +241,27 @@ TEST_F(PrewarmTest, ASecondRunCompilesNothingLaunchesNothingAndAgrees) {
   EXPECT_EQ(Contents(warm_->path()), before) << "nothing was to be stored";
 }
 
+// What was raced in another time holds as well: its plan says in how many
+// blocks and seconds. How its launches were timed is part of the key.
+TEST_F(PrewarmTest, AnotherBudgetFindsWhatIsStoredAndAWarmL2DoesNot) {
+  PrewarmOptions options = SmallOptions();
+  options.race_seconds_max *= 100;
+  options.stop_after = Stage::kLookUp;
+  ASSERT_OK_AND_ASSIGN(const PrewarmReport longer,
+                       RunPrewarm(warm_->path(), options));
+  ASSERT_EQ(longer.intervals.size(), 2u);
+  for (const Plan& plan : PlansOf(longer)) {
+    EXPECT_GT(plan.evidence.race_seconds, 0);
+    EXPECT_GT(plan.evidence.blocks, 0u);
+  }
+  for (const IntervalReport& row : longer.intervals) EXPECT_TRUE(row.reused);
+  options.warm_l2 = true;
+  ASSERT_OK_AND_ASSIGN(const PrewarmReport warm,
+                       RunPrewarm(warm_->path(), options));
+  ASSERT_EQ(warm.intervals.size(), longer.intervals.size());
+  for (const IntervalReport& row : warm.intervals) EXPECT_FALSE(row.reused);
+}
+
 TEST_F(PrewarmTest, AReadOnlyCacheAnswersAndIsNotTouched) {
   const auto before = Contents(warm_->path());
   ASSERT_OK_AND_ASSIGN(

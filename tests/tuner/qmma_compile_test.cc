@@ -1,5 +1,6 @@
 // What NVRTC makes of kernels for E4M3 tensor cores: the instruction that they
-// are for, and no spills. No GPU is needed, and none has run these binaries.
+// are for, and no spills; and that no program over TrellisMX weights has a
+// table of their law. No GPU is needed, and none has run these binaries.
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "compiler/compile_pool.h"
 #include "compiler/elf_file.h"
@@ -16,6 +18,7 @@
 #include "compiler/spec/device_profile.h"
 #include "compiler/spec/kernel_template.h"
 #include "compiler/toolchain_probe.h"
+#include "templates/fused_moe/template_mx_cuda.h"
 #include "templates/fused_moe/template_mx_qmma.h"
 #include "templates/fused_moe/template_qsrt_cuda.h"
 #include "templates/registry.h"
@@ -50,6 +53,29 @@ std::map<uint32_t, uint32_t> InstructionsOf(const std::string& cubin,
   }
   return counts;
 }
+
+// Bytes of constants that a cubin has beside its instructions. Banks 0 and 4
+// hold arguments and addresses.
+uint64_t ConstantBytesOf(const std::string& cubin) {
+  uint64_t bytes = 0;
+  const absl::StatusOr<ElfFile> file = ElfFile::Parse(cubin);
+  EXPECT_OK(file);
+  if (!file.ok()) return bytes;
+  for (const ElfSection& section : file->sections()) {
+    const bool named = absl::StartsWith(section.name, ".nv.constant") &&
+                       !absl::StartsWith(section.name, ".nv.constant0") &&
+                       !absl::StartsWith(section.name, ".nv.constant4");
+    if (named || section.name == ".nv.global.init" ||
+        absl::StartsWith(section.name, ".rodata")) {
+      bytes += section.header.sh_size;
+    }
+  }
+  return bytes;
+}
+
+// More than the scalars, the name of the law and the terms of an exponential
+// need, and less than a table of bytes for half of a state would.
+constexpr uint64_t kNoTable = 512;
 
 class QmmaCompileTest : public ::testing::Test {
  protected:
@@ -221,10 +247,37 @@ std::vector<Compiled> QsrtCandidates(const Target& target) {
   return all;
 }
 
+// Both arms at every rate, of the template for all GPUs.
+TEST_F(QmmaCompileTest, ProgramsOverTrellisMxHaveNoTable) {
+  const Target target = TargetNamed("sm_90a");
+  std::vector<CompileJob> jobs;
+  for (int bits = 2; bits <= 5; ++bits) {
+    Problem problem;
+    problem.geometry = SmallGeometry(WeightFormat::kTrellisMx);
+    problem.geometry.weights.bits = {.gate = bits, .up = bits, .down = bits};
+    problem.geometry.mx = {.limit = "10",
+                           .smallm_max_tokens = bits % 2 == 0 ? 8u : 0u};
+    problem.interval = {1, 8};
+    problem.device = AssumedProfile(target);
+    const ParamSpace space = FusedMoeMxCudaTemplate()->Enumerate(problem, 1);
+    ASSERT_EQ(space.points.size(), 1u);
+    const std::vector<SourceUnit> units = FusedMoeMxCudaTemplate()->MakeUnits(
+        problem.geometry, target, space.points.front());
+    jobs.push_back({units.back(), target});
+  }
+  const std::vector<CompileResult> results = Compile(jobs);
+  ASSERT_EQ(results.size(), jobs.size());
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    ASSERT_OK(results[i].status);
+    EXPECT_LE(ConstantBytesOf(results[i].binary), kNoTable) << "K" << i + 2;
+  }
+}
+
 class QmmaProductsTest : public QmmaCompileTest,
                          public ::testing::WithParamInterface<const char*> {
  protected:
-  void ExpectThatInstruction(const std::vector<Compiled>& all) {
+  void ExpectThatInstruction(const std::vector<Compiled>& all,
+                             WeightFormat weights) {
     const Target target = TargetNamed(GetParam());
     // The products of each, and the steps around them once: all share those.
     std::vector<CompileJob> jobs;
@@ -245,6 +298,12 @@ class QmmaProductsTest : public QmmaCompileTest,
         EXPECT_EQ(report.spill_load_bytes, 0u) << report.entry;
         EXPECT_EQ(report.stack_bytes, 0u) << report.entry;
       }
+      // QSRT's codebook is a table of 4096 binary16 numbers.
+      if (weights == WeightFormat::kTrellisMx) {
+        EXPECT_LE(ConstantBytesOf(results[i].binary), kNoTable);
+      } else if (i != all.size()) {
+        EXPECT_GE(ConstantBytesOf(results[i].binary), 8192u);
+      }
       if (i == all.size()) continue;
       for (const std::string& entry : jobs[i].unit.entries) {
         std::map<uint32_t, uint32_t> counts =
@@ -262,11 +321,13 @@ INSTANTIATE_TEST_SUITE_P(Targets, QmmaProductsTest,
                          [](const auto& v) { return std::string(v.param); });
 
 TEST_P(QmmaProductsTest, OfTrellisMxAreMadeOfThatInstructionAndSpillNothing) {
-  ExpectThatInstruction(MxCandidates(TargetNamed(GetParam())));
+  ExpectThatInstruction(MxCandidates(TargetNamed(GetParam())),
+                        WeightFormat::kTrellisMx);
 }
 
 TEST_P(QmmaProductsTest, OfQsrtAreMadeOfThatInstructionAndSpillNothing) {
-  ExpectThatInstruction(QsrtCandidates(TargetNamed(GetParam())));
+  ExpectThatInstruction(QsrtCandidates(TargetNamed(GetParam())),
+                        WeightFormat::kQsrt);
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ using ::testing::HasSubstr;
 
 constexpr char kReceipt[] = R"({"schema": "kiln.qualification/1",
  "target": "sm_90a", "device": "NVIDIA H200", "date": "2026-11-29",
+ "not_covered": "timing",
  "templates": [{"name": "fused_moe.cuda", "version": 2,
   "sources":
   "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff"}]})";
@@ -34,6 +35,7 @@ TEST(QualificationTest, AReceiptQualifiesExactlyWhatItNames) {
   ASSERT_OK_AND_ASSIGN(const QualificationReceipt receipt,
                        ParseReceipt(kReceipt, "r.json"));
   EXPECT_EQ(receipt.device, "NVIDIA H200");
+  EXPECT_EQ(receipt.not_covered, "timing");
   const Target sm_90a = ParseTarget("sm_90a").value();
   EXPECT_TRUE(IsQualified(Identity(), sm_90a, {receipt}));
   EXPECT_FALSE(IsQualified(Identity(), sm_90a, {}));
@@ -62,6 +64,8 @@ TEST(QualificationTest, MalformedReceiptsAreRefused) {
       {"\"version\": 2", "\"version\": \"2\"", "no template version"},
       {"0011", "00", "64 hex digits"},
       {"\"date\"", "\"day\"", "\"date\" is no string"},
+      {"\"not_covered\"", "\"covered\"", "\"not_covered\" is no string"},
+      {"\"timing\"", "\"\"", "\"not_covered\" is empty"},
       {"\"templates\"", "\"template\"", "\"templates\" is no list"},
       {"\"name\"", "\"nom\"", "\"name\" is no string"},
       {"{\"schema\"", "{{\"schema\"", "invalid JSON"},

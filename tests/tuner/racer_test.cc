@@ -1,19 +1,25 @@
 #include "tuner/racer.h"
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "compiler/base/status_macros.h"
 #include "compiler/spec/plan_key.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/status_matchers.h"
 #include "tests/tuner/cpu_programs.h"
+#include "tuner/plan_bench.h"
 
 namespace kiln {
 namespace {
@@ -206,6 +212,97 @@ class RacerTest : public ::testing::Test {
 
 const std::vector<std::shared_ptr<const Program>>* RacerTest::programs_ =
     nullptr;
+
+// The processor with the clock of another device: the readings that are given,
+// then the last of them.
+class ClockedDevice : public Device {
+ public:
+  ClockedDevice(Device* device, std::vector<ClockState> readings)
+      : device_(*device), readings_(std::move(readings)) {}
+
+  const DeviceProfile& profile() const override { return device_.profile(); }
+
+  CUctx_st* context() const override { return device_.context(); }
+
+  CUstream_st* stream() const override { return device_.stream(); }
+
+  absl::StatusOr<void*> Allocate(uint64_t bytes) override {
+    return device_.Allocate(bytes);
+  }
+
+  bool fences() const override { return device_.fences(); }
+
+  void Free(void* memory) override { device_.Free(memory); }
+
+  absl::Status CopyIn(void* to, const void* from, uint64_t bytes) override {
+    return device_.CopyIn(to, from, bytes);
+  }
+
+  absl::Status CopyOut(void* to, const void* from, uint64_t bytes) override {
+    return device_.CopyOut(to, from, bytes);
+  }
+
+  absl::Status Fill(void* to, uint8_t value, uint64_t bytes) override {
+    return device_.Fill(to, value, bytes);
+  }
+
+  absl::Status Synchronize() override { return device_.Synchronize(); }
+
+  std::optional<ClockState> ReadClocks() override {
+    return readings_[std::min(next_++, readings_.size() - 1)];
+  }
+
+  absl::StatusOr<std::unique_ptr<Replay>> Record(
+      std::function<absl::Status()> launches) override {
+    return device_.Record(std::move(launches));
+  }
+
+ private:
+  Device& device_;
+  const std::vector<ClockState> readings_;
+  size_t next_ = 0;
+};
+
+TEST_F(RacerTest, BlocksInWhichTheClockMovedDoNotCount) {
+  // Before and after each block: still, moved, throttled, one step, still.
+  ClockedDevice clocked(device_.get(), {{1980},
+                                        {1980},
+                                        {1980},
+                                        {1700},
+                                        {1980, 0x8},
+                                        {1980},
+                                        {1980},
+                                        {1965},
+                                        {1980}});
+  ASSERT_OK_AND_ASSIGN(const auto bench,
+                       OpBench::Create(&clocked, SmallGeometry(), 1));
+  ASSERT_OK_AND_ASSIGN(
+      const RaceResult result,
+      Race(bench.get(), kInterval, {Make(kRight), MakeLargeTile()}, options_));
+  EXPECT_EQ(result.discarded, 2u);
+  EXPECT_EQ(result.blocks, 5u);
+}
+
+TEST_F(RacerTest, ABenchTellsTheClockThatItRanAt) {
+  const Contender contender = Make(kRight);
+  const auto time = [&](Device* device) -> absl::StatusOr<BenchTiming> {
+    ASSIGN_OR_RETURN(const auto bench,
+                     OpBench::Create(device, SmallGeometry(), 1));
+    ASSIGN_OR_RETURN(LoadedPlan plan,
+                     LoadedPlan::Load(device, SmallGeometry(), kInterval.m_max,
+                                      contender.body, contender.programs));
+    RETURN_IF_ERROR(plan.Find(kInterval.m_max));
+    return TimePlan(bench.get(), plan, kInterval.m_max, {.blocks = 2}, nullptr);
+  };
+  ClockedDevice clocked(device_.get(), {{1965}, {1980}, {1410}, {1755}});
+  ASSERT_OK_AND_ASSIGN(BenchTiming timing, time(&clocked));
+  EXPECT_GT(timing.ns, 0);
+  EXPECT_EQ(timing.mhz_min, 1410u);
+  EXPECT_EQ(timing.mhz_max, 1980u);
+  ASSERT_OK_AND_ASSIGN(timing, time(device_.get()));
+  EXPECT_EQ(timing.mhz_min, 0u);
+  EXPECT_EQ(timing.mhz_max, 0u);
+}
 
 TEST_F(RacerTest, RecordsEveryBlockOfEveryContenderThatIsRight) {
   const std::vector<Contender> contenders = {Make(kRight), MakeLargeTile()};

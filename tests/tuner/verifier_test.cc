@@ -22,6 +22,7 @@ namespace kiln {
 namespace {
 
 using testing::CompileUnits;
+using ::testing::ContainsRegex;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -326,6 +327,28 @@ TEST_F(CheckOutputTest, AcceptsTheOraclesOwnRows) {
   const VerifyResult result = Check();
   EXPECT_TRUE(result.passed) << result.reason;
   EXPECT_LT(result.worst_error, 1e-6);
+  EXPECT_NEAR(result.worst_cosine, 1, 1e-12);
+}
+
+// A cosine does not see a factor, and an error does; a turned row both see.
+TEST_F(CheckOutputTest, MeasuresTheCosineOfTheWorstRow) {
+  for (size_t i = 0; i < Width(); ++i) Out()[i] *= 1.003f;
+  VerifyResult result = Check(4e-3);
+  EXPECT_TRUE(result.passed) << result.reason;
+  EXPECT_NEAR(result.worst_error, 3e-3, 1e-6);
+  EXPECT_NEAR(result.worst_cosine, 1, 1e-12);
+
+  // Row 5 and an orthogonal hundredth of its length.
+  float* row = Out() + 5 * Width();
+  for (size_t i = 0; i < Width(); i += 2) {
+    const float first = row[i];
+    row[i] += 0.01f * row[i + 1];
+    row[i + 1] -= 0.01f * first;
+  }
+  result = Check(2e-2);
+  EXPECT_TRUE(result.passed) << result.reason;
+  EXPECT_NEAR(result.worst_error, 1e-2, 1e-6);
+  EXPECT_NEAR(result.worst_cosine, 1 / std::sqrt(1.0001), 1e-9);
 }
 
 TEST_F(CheckOutputTest, RejectsARowBeyondTheTolerance) {
@@ -561,7 +584,15 @@ TEST_F(VerifierTest, AToleranceThatRoundingExceedsRejects) {
   body_.tolerance = 1e-6;
   ASSERT_OK_AND_ASSIGN(const VerifyResult verdict, VerdictOn(*programs[0]));
   EXPECT_FALSE(verdict.passed);
-  EXPECT_THAT(verdict.reason, HasSubstr("at most 1e-06 is allowed"));
+  EXPECT_THAT(
+      verdict.reason,
+      ContainsRegex("row [0-9]+ has relative error [0-9.e-]+ against the "
+                    "float64 oracle, at most 1e-06 is allowed"));
+  // There is no luck: five runs are five times the same finding.
+  for (int run = 2; run <= 5; ++run) {
+    ASSERT_OK_AND_ASSIGN(const VerifyResult again, VerdictOn(*programs[0]));
+    EXPECT_EQ(again.reason, verdict.reason) << run;
+  }
 }
 
 // A class that leaves the order of sums open accepts the CPU's order, and none

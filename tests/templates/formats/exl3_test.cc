@@ -6,6 +6,7 @@
 
 #include "absl/strings/strip.h"
 #include "tests/support/checkpoint_writer.h"
+#include "tests/support/npk_writer.h"
 #include "tests/support/status_matchers.h"
 
 namespace kiln {
@@ -13,6 +14,9 @@ namespace {
 
 using ::absl::StatusCode;
 using ::kiln::testing::AddExl3;
+using ::kiln::testing::NpkBytes;
+using ::kiln::testing::RandomNpkTensors;
+using ::kiln::testing::SmallNpk;
 using ::kiln::testing::StatusIs;
 using ::kiln::testing::TestFolder;
 using ::kiln::testing::TestTensor;
@@ -358,6 +362,33 @@ TEST(Exl3ValuesTest, AcceptsZeroScales) {
     (*t)["m.svh"].bytes = std::string(256, '\0');
   });
   EXPECT_OK(matrix.CheckValues());
+}
+
+// A sidecar of TrellisMX under the name of an EXL3 checkpoint's only shard: it
+// is a good safetensors file, none of whose tensors is a part of a group.
+TEST(Exl3Test, RefusesEveryTensorOfATrellisMxSidecar) {
+  TestFolder folder;
+  folder.Write("model.safetensors",
+               NpkBytes(SmallNpk(), RandomNpkTensors(SmallNpk(), 1)));
+  ASSERT_OK_AND_ASSIGN(const Checkpoint checkpoint,
+                       Checkpoint::Open(folder.path()));
+  const auto& tensors = checkpoint.shards()[0].header().tensors();
+  EXPECT_EQ(tensors.size(), 8u);
+  for (const SafetensorsTensor& tensor : tensors) {
+    SCOPED_TRACE(tensor.name);
+    Exl3Group group;
+    EXPECT_THAT(AddToExl3Group(tensor.name, tensor, &group),
+                StatusIs(StatusCode::kInvalidArgument,
+                         HasSubstr("is not a part of an EXL3 group")));
+    EXPECT_THAT(
+        CheckExl3Group("w13", group),
+        StatusIs(StatusCode::kInvalidArgument, HasSubstr("lacks .trellis")));
+    // Nor can any serve as one.
+    ASSERT_OK(AddToExl3Group("trellis", tensor, &group));
+    EXPECT_THAT(CheckExl3Group("w13", group),
+                StatusIs(StatusCode::kInvalidArgument,
+                         HasSubstr("must be I16 [in/16, out/16, 16 K]")));
+  }
 }
 
 }  // namespace
