@@ -6,37 +6,15 @@
 
 #include "absl/strings/str_cat.h"
 #include "templates/fused_moe/op.h"
+#include "templates/fused_moe/route_segments.h"
 #include "templates/registry.h"
 
 namespace kiln {
 namespace {
 
-constexpr uint32_t kRouteThreads = 1024;
 constexpr uint32_t kHelperThreads = 128;
 constexpr uint32_t kDecodeThreads = 256;
 constexpr uint32_t kHelperWarps = kHelperThreads / 32;
-constexpr uint32_t kRouteWarps = kRouteThreads / 32;
-
-constexpr uint64_t kRoutesOfOneBlockMax = 8192;
-constexpr uint64_t kSegmentsMax = 128;
-
-// How routes are cut where one launch counts and the next one places; see
-// CountSegment in cuda/grouped.h.
-struct Segments {
-  uint32_t length = 0;
-  uint32_t count = 0;
-};
-
-Segments SegmentsOf(uint64_t routes) {
-  const auto rounded_up = [](uint64_t value, uint64_t unit) {
-    return (value + unit - 1) / unit;
-  };
-  const uint64_t length =
-      rounded_up(rounded_up(routes, kSegmentsMax), kRouteThreads) *
-      kRouteThreads;
-  return {static_cast<uint32_t>(length),
-          static_cast<uint32_t>(rounded_up(routes, length))};
-}
 
 }  // namespace
 
@@ -134,14 +112,11 @@ void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
   // Routes are sorted by one block, or by one for each segment of many; then
   // blocks beyond these rotate the tokens if tables are shared, two 128 blocks
   // per warp.
-  const bool counted = routes > kRoutesOfOneBlockMax;
-  const Segments segments = counted ? SegmentsOf(routes) : Segments{0, 1};
+  const RouteSegments segments = RouteSegmentsOf(routes);
   Arg counts = Arg::U64(0);
-  if (counted) {
-    counts = slice("counts", uint64_t{4} * segments.count * experts);
-    add("count", 0,
-        LaunchDim::Of({.mul = top_k, .add = 0, .div = segments.length}), one,
-        kRouteThreads, 0,
+  if (segments.counted()) {
+    counts = slice("counts", segments.counts_bytes(experts));
+    add("count", 0, segments.counting_blocks(top_k), one, kRouteThreads, 0,
         {p(P::kTopkIds), counts, Arg::Tokens(), Arg::U32(segments.length)});
   }
   std::vector<Arg> route = {p(P::kTopkIds), counts, rows,
@@ -159,7 +134,7 @@ void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
                               .add = 2 * kRouteWarps * segments.count,
                               .div = 2 * kRouteWarps})
              : LaunchDim::Constant(segments.count),
-      one, kRouteThreads, kRouteWarps * experts * 2, std::move(route));
+      one, kRouteThreads, RouteSharedBytes(experts), std::move(route));
   if (!shared) {
     add("rotate", 0, warps_over(top_k * (hidden / 128)), one, kHelperThreads, 0,
         {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), rows, totals, gate, up});

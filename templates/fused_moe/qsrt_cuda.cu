@@ -195,40 +195,55 @@ __device__ __forceinline__ void Rotate(const u16* __restrict__ x,
   StoreOperand<kHidden>(up, up_operand, to, column);
 }
 
-// Block e sorts expert e's routes and finds where its words are: places[e] is
-// how many experts of mode 1 come before it, << 1 | whether it is one; those of
-// fc1 first, then those of fc2.
-__device__ __forceinline__ void RouteExpert(
-    const RouteId* __restrict__ ids, const i32* __restrict__ modes_fc1,
-    const i32* __restrict__ modes_fc2, Row* __restrict__ rows,
-    u32* __restrict__ positions, Tile* __restrict__ tiles,
-    Totals* __restrict__ totals, u32* __restrict__ places, u32 tokens,
-    u32 tokens_tile) {
+// Where each expert's words are: places[e] is how many experts of mode 1 come
+// before it, << 1 | whether it is one; those of fc1 first, then those of fc2.
+// By one block.
+__device__ __forceinline__ void FindPlaces(const i32* __restrict__ modes_fc1,
+                                           const i32* __restrict__ modes_fc2,
+                                           u32* __restrict__ places) {
   static_assert(kExperts <= kRouteThreads, "a thread for each expert");
   __shared__ u32 others[kRouteWarps];
-  const u32 expert = blockIdx.x;
-  const u32 lane = threadIdx.x % 32;
-  const u32 warp = threadIdx.x / 32;
-  // Whether the thread's expert, at most this one, has mode 1: in fc1 the lower
-  // half, in fc2 the upper one.
+  const u32 expert = threadIdx.x;
+  const u32 lane = expert % 32;
+  const u32 warp = expert / 32;
+  // Whether the expert has mode 1: in fc1 the lower half, in fc2 the upper one.
   u32 is_other = 0;
-  if (threadIdx.x <= expert) {
-    is_other = (modes_fc1[threadIdx.x] != 0 ? 1u : 0u) |
-               (modes_fc2[threadIdx.x] != 0 ? 1u << 16 : 0u);
+  if (expert < kExperts) {
+    is_other = (modes_fc1[expert] != 0 ? 1u : 0u) |
+               (modes_fc2[expert] != 0 ? 1u << 16 : 0u);
   }
-  kd::RouteBlock<kExperts>(ids, rows, positions, tiles, totals, tokens * kTopK,
-                           tokens_tile);
-  const u32 warp_others = kd::WarpSum(threadIdx.x < expert ? is_other : 0);
-  if (lane == 0) others[warp] = warp_others;
+  const u32 upto = kd::WarpScan(is_other, lane);
+  if (lane == 31) others[warp] = upto;
   __syncthreads();
-  const u32 before = kd::WarpSum(others[lane]);
-  if (threadIdx.x == expert) {
+  const u32 before =
+      upto - is_other + kd::WarpSum(lane < warp ? others[lane] : 0);
+  if (expert < kExperts) {
     places[expert] = (before & 0xFFFFu) << 1 | (is_other & 1u);
     places[kExperts + expert] = before >> 16 << 1 | is_other >> 16;
   }
 }
 
+// What the blocks that sort the routes do.
+__device__ __forceinline__ void Route(
+    const RouteId* __restrict__ ids, const u32* counts,
+    const i32* __restrict__ modes_fc1, const i32* __restrict__ modes_fc2,
+    Row* __restrict__ rows, u32* __restrict__ positions,
+    Tile* __restrict__ tiles, Totals* __restrict__ totals,
+    u32* __restrict__ places, u32 tokens, u32 length, u32 tokens_tile) {
+  kd::PlaceSegment<kExperts, 0>(ids, counts, rows, positions, tiles, totals,
+                                tokens * kTopK, length, tokens_tile);
+  if (blockIdx.x == 0) FindPlaces(modes_fc1, modes_fc2, places);
+}
+
 }  // namespace
+
+// Of many routes: what kiln_qsrt_route sorts them by.
+extern "C" __global__ void __launch_bounds__(kRouteThreads)
+    kiln_qsrt_count(const RouteId* __restrict__ ids, u32* __restrict__ counts,
+                    u32 tokens, u32 length) {
+  kd::BeginStep();
+  kd::CountSegment<kExperts>(ids, counts, tokens * kTopK, length);
+}
 
 #if KILN_ACTIVATION_BITS == 16
 
@@ -257,23 +272,26 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
 #if KILN_SHARED_SUH
 
 // With shared tables the operands do not depend on the routes: blocks beyond
-// the experts rotate, one 128 block of one token per warp.
-extern "C" __global__ void __launch_bounds__(kRouteThreads) kiln_qsrt_route(
-    const RouteId* __restrict__ ids, const i32* __restrict__ modes_fc1,
-    const i32* __restrict__ modes_fc2, Row* __restrict__ rows,
-    u32* __restrict__ positions, Tile* __restrict__ tiles,
-    Totals* __restrict__ totals, u32* __restrict__ places,
-    const u16* __restrict__ x, const u16* __restrict__ gate_suh,
-    const u16* __restrict__ up_suh, Value* __restrict__ gate_operand,
-    Value* __restrict__ up_operand, u32 tokens, u32 tokens_tile) {
+// those that sort rotate, one 128 block of one token per warp.
+extern "C" __global__ void __launch_bounds__(kRouteThreads)
+    kiln_qsrt_route(const RouteId* __restrict__ ids, const u32* counts,
+                    const i32* __restrict__ modes_fc1,
+                    const i32* __restrict__ modes_fc2, Row* __restrict__ rows,
+                    u32* __restrict__ positions, Tile* __restrict__ tiles,
+                    Totals* __restrict__ totals, u32* __restrict__ places,
+                    const u16* __restrict__ x, const u16* __restrict__ gate_suh,
+                    const u16* __restrict__ up_suh,
+                    Value* __restrict__ gate_operand,
+                    Value* __restrict__ up_operand, u32 tokens, u32 segments,
+                    u32 length, u32 tokens_tile) {
   kd::BeginStep();
-  if (blockIdx.x < kExperts) {
-    RouteExpert(ids, modes_fc1, modes_fc2, rows, positions, tiles, totals,
-                places, tokens, tokens_tile);
+  if (blockIdx.x < segments) {
+    Route(ids, counts, modes_fc1, modes_fc2, rows, positions, tiles, totals,
+          places, tokens, length, tokens_tile);
     return;
   }
   const u32 lane = threadIdx.x % 32;
-  const u32 item = (blockIdx.x - kExperts) * kRouteWarps + threadIdx.x / 32;
+  const u32 item = (blockIdx.x - segments) * kRouteWarps + threadIdx.x / 32;
   const u32 token = item / kBlocks;
   if (token >= tokens) return;
   Rotate(x, gate_suh, up_suh, token, 0, token, item % kBlocks * 128 + lane * 4,
@@ -283,15 +301,15 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads) kiln_qsrt_route(
 #else
 
 extern "C" __global__ void __launch_bounds__(kRouteThreads)
-    kiln_qsrt_route(const RouteId* __restrict__ ids,
+    kiln_qsrt_route(const RouteId* __restrict__ ids, const u32* counts,
                     const i32* __restrict__ modes_fc1,
                     const i32* __restrict__ modes_fc2, Row* __restrict__ rows,
                     u32* __restrict__ positions, Tile* __restrict__ tiles,
                     Totals* __restrict__ totals, u32* __restrict__ places,
-                    u32 tokens, u32 tokens_tile) {
+                    u32 tokens, u32 length, u32 tokens_tile) {
   kd::BeginStep();
-  RouteExpert(ids, modes_fc1, modes_fc2, rows, positions, tiles, totals, places,
-              tokens, tokens_tile);
+  Route(ids, counts, modes_fc1, modes_fc2, rows, positions, tiles, totals,
+        places, tokens, length, tokens_tile);
 }
 
 // Per-expert tables: operands per sorted row.

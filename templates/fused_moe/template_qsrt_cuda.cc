@@ -15,13 +15,12 @@
 #include "templates/fused_moe/grouped_cost.h"
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/op_qsrt.h"
+#include "templates/fused_moe/route_segments.h"
 #include "templates/registry.h"
 
 namespace kiln {
 namespace {
 
-constexpr uint32_t kRouteThreads = 1024;
-constexpr uint32_t kRouteWarps = kRouteThreads / 32;
 constexpr uint32_t kHelperThreads = 128;
 constexpr uint32_t kHelperWarps = kHelperThreads / 32;
 constexpr auto kInter = static_cast<uint32_t>(kQsrtIntermediate);
@@ -92,7 +91,7 @@ class Template : public KernelTemplate {
       for (const char* file :
            {"axes.cc", "fused_moe/code_target.cc", "fused_moe/grouped_cost.cc",
             "fused_moe/op.cc", "fused_moe/op_qsrt.cc", "fused_moe/qsrt_cuda.cu",
-            "fused_moe/template_qsrt_cuda.cc"}) {
+            "fused_moe/route_segments.h", "fused_moe/template_qsrt_cuda.cc"}) {
         files.push_back(file);
       }
       return TemplateSourcesDigest(files);
@@ -177,7 +176,7 @@ class Template : public KernelTemplate {
       const RequestGeometry& geometry, const Target& target,
       const Assignment& assignment) const override {
     std::vector<std::string> support = {"kiln_qsrt_activate",
-                                        "kiln_qsrt_combine"};
+                                        "kiln_qsrt_combine", "kiln_qsrt_count"};
     if (!geometry.weights.shared_scales) support.push_back("kiln_qsrt_rotate");
     support.push_back("kiln_qsrt_route");
     // Of the arm of 16 bits, whether or not this candidate launches it.
@@ -433,24 +432,33 @@ class Template : public KernelTemplate {
           LaunchDim::Constant(rates), kRouteThreads, 0, {codewords});
     }
     const uint32_t blocks = hidden / kBlock;
-    std::vector<Arg> route = {p(P::kTopkIds), p(P::kModesFc1), p(P::kModesFc2),
-                              rows,           positions,       tiles,
-                              totals,         places};
+    const RouteSegments segments = RouteSegmentsOf(routes);
+    Arg counts = Arg::U64(0);
+    if (segments.counted()) {
+      counts = slice("counts", segments.counts_bytes(experts));
+      add("count", 0, segments.counting_blocks(top_k), one, kRouteThreads, 0,
+          {p(P::kTopkIds), counts, Arg::Tokens(), Arg::U32(segments.length)});
+    }
+    std::vector<Arg> route = {p(P::kTopkIds),  counts, p(P::kModesFc1),
+                              p(P::kModesFc2), rows,   positions,
+                              tiles,           totals, places};
     if (shared) {
-      // Blocks beyond the experts rotate the tokens, a 128 block per warp.
+      // Blocks beyond those that sort rotate the tokens, a 128 block per warp.
       for (const Arg& arg :
            {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), gate, up}) {
         route.push_back(arg);
       }
     }
     route.push_back(Arg::Tokens());
+    if (shared) route.push_back(Arg::U32(segments.count));
+    route.push_back(Arg::U32(segments.length));
     route.push_back(Arg::U32(tile));
     add("route", 0,
         shared ? LaunchDim::Of({.mul = blocks,
-                                .add = kRouteWarps * experts,
+                                .add = kRouteWarps * segments.count,
                                 .div = kRouteWarps})
-               : LaunchDim::Constant(experts),
-        one, kRouteThreads, 0, std::move(route));
+               : LaunchDim::Constant(segments.count),
+        one, kRouteThreads, RouteSharedBytes(experts), std::move(route));
     if (!shared) {
       add("rotate", 0, warps_over(top_k * blocks), one, kHelperThreads, 0,
           {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), rows, totals, gate, up});

@@ -25,6 +25,7 @@
 #define KILN_TEXT_(x) #x
 #define KILN_TEXT(x) KILN_TEXT_(x)
 #define kiln_qsrt_table KILN_JOIN(KILN_PREFIX, Table)
+#define kiln_qsrt_count KILN_JOIN(KILN_PREFIX, Count)
 #define kiln_qsrt_route KILN_JOIN(KILN_PREFIX, Route)
 #define kiln_qsrt_rotate KILN_JOIN(KILN_PREFIX, Rotate)
 #define kiln_qsrt_fc1 KILN_JOIN(KILN_PREFIX, Fc1)
@@ -69,6 +70,7 @@ QsrtCudaVariant KILN_JOIN(KILN_PREFIX, Variant)() {
           .operand_codes = KILN_OPERAND_CODES,
           .block_scaled = KILN_BLOCK_SCALED != 0,
           .entries = {
+              {"kiln_qsrt_count", gpu::EntryOf(support::kiln_qsrt_count)},
               {"kiln_qsrt_route", gpu::EntryOf(support::kiln_qsrt_route)},
 #if KILN_ACTIVATION_BITS == 16
               {"kiln_qsrt_table", gpu::EntryOf(support::kiln_qsrt_table)},

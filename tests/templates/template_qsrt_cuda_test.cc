@@ -192,10 +192,10 @@ TEST(FusedMoeQsrtCudaTemplateTest, StepsCoverEveryRowChannelAndRoute) {
             ASSERT_EQ(Grid(body, "table", 0, m) * 1024, 65536u);
             ASSERT_EQ(Grid(body, "table", 1, m), 3u);
           }
-          // A block for each expert. Rotating: 9 blocks of 128 channels of each
+          // A block that sorts. Rotating: 9 blocks of 128 channels of each
           // token, or of each route, a warp for each; 32 or 4 warps a block.
           ASSERT_EQ(Grid(body, "route", 0, m),
-                    16 + (shared ? (m * 9 + 31) / 32 : 0));
+                    1 + (shared ? (m * 9 + 31) / 32 : 0));
           if (!shared) {
             ASSERT_EQ(Grid(body, "rotate", 0, m), m * 4 * 9 / 4);
           }
@@ -301,7 +301,8 @@ TEST(FusedMoeQsrtCudaTemplateTest, StepsNameEntriesOfTheirProgram) {
                          FusedMoeQsrtCudaTemplate()->Instantiate(
                              problem, SpaceOf(problem).points.front()));
     // Of the support program that candidates with the table share.
-    testing::ExpectProgramsOfSteps(candidate, {"kiln_qsrt_table"});
+    testing::ExpectProgramsOfSteps(candidate,
+                                   {"kiln_qsrt_count", "kiln_qsrt_table"});
     for (const SourceUnit& unit : candidate.units) {
       EXPECT_THAT(unit.text, HasSubstr("#define KILN_OTHER_LOW 2\n"));
       EXPECT_THAT(unit.text, HasSubstr("#define KILN_OTHER_HIGH 4\n"));
