@@ -160,37 +160,17 @@ __device__ __forceinline__ void Multiply(const Factors& factors, u32 rows,
   const unsigned char* shared = kd::DynamicShared();
   const u32 ring = kd::SharedAddress(shared);
 
-  // Weights first: the rows to copy may not be known yet.
-#pragma unroll
-  for (u32 s = 0; s < kStages - 1; ++s) {
-    if (begin + s < end) {
-      CopyWeights<kWidth>(factors, begin + s, ring + s * kStageBytes);
-    }
-  }
-#pragma unroll
-  for (u32 s = 0; s < kStages - 1; ++s) {
-    if (begin + s < end) {
-      CopyOperand<kDepth>(factors, begin + s, ring + s * kStageBytes);
-    }
-    kd::CommitCopies();
-  }
-  u32 slot = 0;
-#pragma unroll 1
-  for (u32 stage = begin; stage < end; ++stage) {
-    kd::WaitCopies<kStages - 2>();
-    // Stage `stage` has landed for every thread, and the buffer of the stage
-    // before it is free.
-    __syncthreads();
-    const u32 free_slot = slot == 0 ? kStages - 1 : slot - 1;
-    if (stage + kStages - 1 < end) {
-      const u32 to = ring + free_slot * kStageBytes;
-      CopyWeights<kWidth>(factors, stage + kStages - 1, to);
-      CopyOperand<kDepth>(factors, stage + kStages - 1, to);
-    }
-    kd::CommitCopies();
-    ComputeStage(shared + slot * kStageBytes, span, rows, sums);
-    slot = slot == kStages - 1 ? 0 : slot + 1;
-  }
+  kd::RunRing<kStages>(
+      begin, end,
+      [&](u32 stage, u32 slot) {
+        CopyWeights<kWidth>(factors, stage, ring + slot * kStageBytes);
+      },
+      [&](u32 stage, u32 slot) {
+        CopyOperand<kDepth>(factors, stage, ring + slot * kStageBytes);
+      },
+      [&](u32, u32 slot) {
+        ComputeStage(shared + slot * kStageBytes, span, rows, sums);
+      });
 }
 
 }  // namespace
