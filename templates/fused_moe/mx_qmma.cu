@@ -1,6 +1,6 @@
-// fused_moe over TrellisMX weights (NPK-1 streams behind the coupled boundary):
-// the two products of the W4A8 arm on tensor cores that multiply E4M3
-// themselves. All other steps are part 0 of mx_cuda.cu.
+// fused_moe over TrellisMX weights (NPK-1 streams): the two products of the
+// W4A8 arm on tensor cores that multiply E4M3 themselves. All other steps are
+// part 0 of mx_cuda.cu.
 //
 // Source for sm_89, and for sm_120 and its family; no header other than Kiln's
 // own. Read templates/fused_moe/README.md, "E4M3 tensor cores", first.
@@ -71,7 +71,8 @@ constexpr u32 kScalesAt = kWeightBytes;
 constexpr u32 kOperandAt = kScalesAt + kChannels * 4;
 constexpr u32 kStageBytes = kOperandAt + Operand::kBytes;
 
-static_assert(kHidden % 512 == 0 && kInter % 128 == 0, "H512 and H128");
+static_assert(kHidden % 128 == 0 && kInter % 128 == 0,
+              "what a word of scales is for");
 static_assert(kTokens == 8 || kTokens % 16 == 0, "T: 8 or a multiple of 16");
 static_assert(kStageDepth == kd::kCodeDepth, "what a word of scales is for");
 static_assert(kStrips % kWarps == 0, "C must be at least 16 * warps");

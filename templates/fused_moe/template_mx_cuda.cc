@@ -20,10 +20,9 @@ namespace {
 constexpr uint32_t kRouteThreads = 1024;
 constexpr uint32_t kHelperThreads = 128;
 constexpr uint32_t kHelperWarps = kHelperThreads / 32;
-constexpr uint32_t kOuterBlock = 512;  // H512; kMxOuter in mx_boundary.h
 constexpr uint32_t kScaleBlock = 32;
-// Chunks of 512 channels that a block of route rotates.
-constexpr uint32_t kRotations = 8;
+// Channels that one warp of a helper has.
+constexpr uint32_t kWarpChannels = 128;
 // Sums that a thread may hold without spilling.
 constexpr int64_t kSumsMax = 128;
 
@@ -331,10 +330,14 @@ void AddMxSteps(const Problem& problem, const AxisPoint& assignment,
       slice("fc2", split2 == 1 ? uint64_t{2} * hidden * routes
                                : uint64_t{4} * hidden * split2 * routes);
 
-  const auto p = MxArg;
+  const auto p = [&](MxParam param) { return MxArg(geometry, param); };
   using P = MxParam;
   const LaunchDim one = LaunchDim::Constant(1);
-  const uint32_t chunks = hidden / kOuterBlock;
+  // Warps that share a chunk of a token's channels, H512 or 128 of them.
+  const uint32_t chunk_warps =
+      geometry.mx.boundary == MxBoundary::kCoupled ? 4 : 1;
+  const uint32_t chunks = hidden / (kWarpChannels * chunk_warps);
+  const uint32_t route_chunks = kRouteThreads / 32 / chunk_warps;
   const auto add = [body](absl::string_view label, uint32_t program,
                           LaunchDim x, LaunchDim y, uint32_t block,
                           uint32_t shared_bytes, std::vector<Arg> args) {
@@ -352,7 +355,7 @@ void AddMxSteps(const Problem& problem, const AxisPoint& assignment,
   // Blocks beyond the experts rotate the tokens.
   add("route", 0,
       LaunchDim::Of(
-          {.mul = chunks, .add = kRotations * experts, .div = kRotations}),
+          {.mul = chunks, .add = route_chunks * experts, .div = route_chunks}),
       one, kRouteThreads, 0,
       {p(P::kTopkIds), rows, positions, tiles, totals, p(P::kX),
        p(P::kGateUpSuh), x_values, x_scales, Arg::Tokens(), Arg::U32(tile)});
@@ -361,8 +364,9 @@ void AddMxSteps(const Problem& problem, const AxisPoint& assignment,
       {x_values, x_scales, p(P::kW13), p(P::kW13Scale), rows, tiles, totals,
        fc1, Arg::Tokens()});
   add("activate", 0,
-      LaunchDim::Of(
-          {.mul = top_k * (inter / 128), .add = 0, .div = kHelperWarps}),
+      LaunchDim::Of({.mul = top_k * (inter / kWarpChannels),
+                     .add = 0,
+                     .div = kHelperWarps}),
       one, kHelperThreads, 0,
       {fc1, p(P::kRotations), rows, totals, mid_values, mid_scales,
        Arg::Tokens(), Arg::U32(split1)});
@@ -370,8 +374,10 @@ void AddMxSteps(const Problem& problem, const AxisPoint& assignment,
       LaunchDim::Constant(split2), threads, shared,
       {mid_values, mid_scales, p(P::kW2), p(P::kW2Scale), tiles, totals, fc2,
        Arg::Tokens()});
-  add("combine", 0, LaunchDim::Of({.mul = chunks, .add = 0, .div = 1}), one,
-      kHelperThreads, 0,
+  add("combine", 0,
+      LaunchDim::Of(
+          {.mul = chunks, .add = 0, .div = kHelperWarps / chunk_warps}),
+      one, kHelperThreads, 0,
       {fc2, p(P::kDownSvh), p(P::kTopkWeights), positions, p(P::kOut),
        Arg::Tokens(), Arg::U32(split2)});
 }
