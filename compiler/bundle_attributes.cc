@@ -119,6 +119,10 @@ void ReadFusedMoe(Fields* fields, RequestGeometry* out) {
         fields->OneOf("remainder", {Remainder::kNone, Remainder::kRp2},
                       RemainderName, &out->mx.remainder);
       }
+      if (fields->Has("boundary")) {
+        fields->OneOf("boundary", {MxBoundary::kIdentity}, MxBoundaryName,
+                      &out->mx.boundary);
+      }
       break;
     case WeightFormat::kQsrt:
       fields->OneOf(

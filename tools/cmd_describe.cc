@@ -30,16 +30,15 @@ absl::StatusOr<int> DescribeNpk(const GlobalOptions& global,
         m.hidden, ", \"intermediate\" ", m.intermediate_global / m.world_size,
         " (of one of ", m.world_size, " ranks), \"experts\" ", m.experts,
         ", \"weights\" {\"format\": \"trellis_mx\", \"bits\": ", m.bits,
-        ", \"limit\": \"", m.limit,
-        "\"} and \"recipe\" \"w4a8\"; only coupled boundaries are served"));
+        ", \"limit\": \"", m.limit, "\", \"boundary\": \"",
+        MxBoundaryName(m.boundary), "\"} and \"recipe\" \"w4a8\""));
   }
   nlohmann::ordered_json out = nlohmann::ordered_json::array();
   std::vector<std::vector<std::string>> rows = {
       {"layer", "ranks", "H", "I", "E", "K", "boundary", "limit", "bytes"}};
   for (const NpkLayerSummary& layer : layers) {
     const NpkMetadata& m = layer.metadata;
-    const char* boundary =
-        m.boundary == NpkBoundary::kCoupled ? "coupled" : "identity";
+    const std::string boundary(MxBoundaryName(m.boundary));
     rows.push_back({absl::StrCat(m.layer), absl::StrCat(m.world_size),
                     absl::StrCat(m.hidden), absl::StrCat(m.intermediate_global),
                     absl::StrCat(m.experts), absl::StrCat(m.bits), boundary,

@@ -27,8 +27,7 @@ absl::StatusOr<int> PrepareNpk(const GlobalOptions& global,
   const NpkMetadata& m = prepared.metadata;
   const std::string geometry = absl::StrCat(
       "npk1 H", m.hidden, " I", m.intermediate, " E", m.experts, " K", m.bits,
-      m.boundary == NpkBoundary::kCoupled ? " coupled" : " identity", " limit ",
-      m.limit);
+      " ", MxBoundaryName(m.boundary), " limit ", m.limit);
   if (global.json) {
     nlohmann::ordered_json out;
     out["file"] = prepared.path;

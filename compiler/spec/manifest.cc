@@ -43,13 +43,15 @@ absl::StatusOr<std::string> ParseName(const ObjectReader& reader, bool ascii) {
 }
 
 // Channels of an axis that Hadamard transforms cover.
-absl::StatusOr<int64_t> ParseChannels(const ObjectReader& reader,
-                                      absl::string_view key, int64_t high) {
+//   why: they come in blocks of 128
+absl::StatusOr<int64_t> ParseChannels(
+    const ObjectReader& reader, absl::string_view key, int64_t high,
+    absl::string_view why = "the Hadamard block") {
   constexpr int64_t kBlock = 128;
   ASSIGN_OR_RETURN(const int64_t value, reader.Integer(key, kBlock, high));
   if (value % kBlock == 0) return value;
   return reader.Refuse(key, *reader.Optional(key),
-                       "must be a multiple of 128 (the Hadamard block)");
+                       absl::StrCat("must be a multiple of 128 (", why, ")"));
 }
 
 // K of every EXL3 codebook; see the format's rate table.
@@ -95,6 +97,15 @@ bool IsTrellisMx(const JsonNode& weights) {
 
 bool IsQsrt(const JsonNode& weights) {
   return Says(weights, "format", WeightFormatName(WeightFormat::kQsrt));
+}
+
+// What needs 128 channels of fused_moe; there need be no "weights".
+absl::string_view WhyChannels(const JsonNode* weights) {
+  return weights != nullptr && IsTrellisMx(*weights) &&
+                 Says(*weights, "boundary",
+                      MxBoundaryName(MxBoundary::kIdentity))
+             ? "a word of prepared scales, which identity layers have too"
+             : "the Hadamard block";
 }
 
 absl::StatusOr<Op> ParseOp(const ObjectReader& reader) {
@@ -145,7 +156,7 @@ constexpr int64_t kMxHiddenBlock = 512;
 // "weights" of trellis_mx, and what it demands of the geometry read before.
 absl::Status ParseTrellisMx(const ObjectReader& request,
                             const ObjectReader& reader, RequestGeometry* out) {
-  RETURN_IF_ERROR(reader.CheckKeys({"format", "bits", "limit"}));
+  RETURN_IF_ERROR(reader.CheckKeys({"format", "bits", "limit", "boundary"}));
   out->weights.format = WeightFormat::kTrellisMx;
   ASSIGN_OR_RETURN(const int64_t value,
                    reader.Integer("bits", kMxBitsMin, kMxBitsMax));
@@ -157,7 +168,14 @@ absl::Status ParseTrellisMx(const ObjectReader& request,
                          "must be \"inf\" or a decimal of at least 0.015625, "
                          "without exponent or needless zeros");
   }
-  if (out->hidden % kMxHiddenBlock != 0) {
+  if (reader.Optional("boundary") != nullptr) {
+    ASSIGN_OR_RETURN(out->mx.boundary,
+                     reader.Word<MxBoundary>(
+                         "boundary", {{"coupled", MxBoundary::kCoupled},
+                                      {"identity", MxBoundary::kIdentity}}));
+  }
+  if (out->mx.boundary == MxBoundary::kCoupled &&
+      out->hidden % kMxHiddenBlock != 0) {
     return request.Refuse("hidden", *request.Optional("hidden"),
                           "must be a multiple of 512 (the coupled Hadamard "
                           "block of trellis_mx)");
@@ -249,10 +267,12 @@ absl::StatusOr<DType> ParseIoDType(const ObjectReader& reader) {
 absl::Status ParseFusedMoe(absl::string_view file, const ObjectReader& reader,
                            RequestGeometry* out) {
   RequestGeometry& geometry = *out;
+  const JsonNode* found = reader.Optional("weights");
+  const absl::string_view why = WhyChannels(found);
   ASSIGN_OR_RETURN(geometry.hidden,
-                   ParseChannels(reader, "hidden", kHiddenMax));
-  ASSIGN_OR_RETURN(geometry.intermediate,
-                   ParseChannels(reader, "intermediate", kIntermediateMax));
+                   ParseChannels(reader, "hidden", kHiddenMax, why));
+  ASSIGN_OR_RETURN(geometry.intermediate, ParseChannels(reader, "intermediate",
+                                                        kIntermediateMax, why));
   ASSIGN_OR_RETURN(geometry.experts, reader.Integer("experts", 1, kExpertsMax));
   ASSIGN_OR_RETURN(geometry.top_k, reader.Integer("top_k", 1, kTopKMax));
   if (geometry.top_k > geometry.experts) {
@@ -261,7 +281,6 @@ absl::Status ParseFusedMoe(absl::string_view file, const ObjectReader& reader,
         absl::StrCat("\"top_k\" is ", geometry.top_k,
                      ", must be at most \"experts\" (", geometry.experts, ")"));
   }
-  const JsonNode* found = reader.Optional("weights");
   const bool is_qsrt = found != nullptr && IsQsrt(*found);
   ASSIGN_OR_RETURN(
       geometry.activation,
@@ -488,9 +507,13 @@ std::string ScalesName(const Weights& weights) {
 Json MoeWeightsToJson(const RequestGeometry& geometry) {
   const Weights& weights = geometry.weights;
   if (weights.format == WeightFormat::kTrellisMx) {
-    return {{"format", std::string(WeightFormatName(weights.format))},
-            {"bits", weights.bits.gate},
-            {"limit", geometry.mx.limit}};
+    Json out = {{"format", std::string(WeightFormatName(weights.format))},
+                {"bits", weights.bits.gate},
+                {"limit", geometry.mx.limit}};
+    if (geometry.mx.boundary != MxBoundary::kCoupled) {
+      out["boundary"] = std::string(MxBoundaryName(geometry.mx.boundary));
+    }
+    return out;
   }
   if (weights.format == WeightFormat::kQsrt) {
     return {{"format", std::string(WeightFormatName(weights.format))},

@@ -211,6 +211,9 @@ Json GeometryToJson(const RequestGeometry& geometry) {
         out["direct_max_tokens"] = geometry.mx.direct_max_tokens;
         out["remainder"] = Str(RemainderName(geometry.mx.remainder));
       }
+      if (geometry.mx.boundary != MxBoundary::kCoupled) {
+        out["boundary"] = Str(MxBoundaryName(geometry.mx.boundary));
+      }
       break;
     case WeightFormat::kQsrt:
       out["pairs"] = Str(PairKindsName(geometry.qsrt.pairs));
@@ -264,6 +267,10 @@ void FusedMoeFromJson(Fields* fields, RequestGeometry* out) {
             fields->Integer<uint32_t>("direct_max_tokens");
         out->mx.remainder = fields->Word<Remainder>(
             "remainder", {Remainder::kNone, Remainder::kRp2}, RemainderName);
+      }
+      if (fields->Has("boundary")) {
+        out->mx.boundary = fields->Word<MxBoundary>(
+            "boundary", {MxBoundary::kIdentity}, MxBoundaryName);
       }
       break;
     case WeightFormat::kQsrt:

@@ -74,6 +74,16 @@ absl::string_view PairKindsName(PairKinds pairs) {
   KILN_UNREACHABLE();
 }
 
+absl::string_view MxBoundaryName(MxBoundary boundary) {
+  switch (boundary) {
+    case MxBoundary::kCoupled:
+      return "coupled";
+    case MxBoundary::kIdentity:
+      return "identity";
+  }
+  KILN_UNREACHABLE();
+}
+
 absl::string_view RemainderName(Remainder remainder) {
   switch (remainder) {
     case Remainder::kNone:
@@ -127,6 +137,10 @@ void EncodeWeights(const RequestGeometry& geometry, CanonicalEncoder* encoder) {
       if (geometry.mx.direct_max_tokens != 0) {
         encoder->Number("direct_max_tokens", geometry.mx.direct_max_tokens)
             .Text("remainder", RemainderName(geometry.mx.remainder));
+      }
+      // Likewise of the boundary that is not the usual one.
+      if (geometry.mx.boundary != MxBoundary::kCoupled) {
+        encoder->Text("boundary", MxBoundaryName(geometry.mx.boundary));
       }
       return;
     case WeightFormat::kQsrt:
@@ -194,6 +208,10 @@ WeightTexts WeightTextsOf(const RequestGeometry& geometry) {
       return texts;
     case WeightFormat::kTrellisMx:
       texts.weights = rate;
+      if (geometry.mx.boundary != MxBoundary::kCoupled) {
+        absl::StrAppend(&texts.weights, " ",
+                        MxBoundaryName(geometry.mx.boundary));
+      }
       texts.activation = absl::StrCat(" limit ", geometry.mx.limit);
       texts.recipe =
           geometry.mx.direct_max_tokens == 0

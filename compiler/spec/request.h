@@ -23,6 +23,11 @@ enum class Recipe { kW4A16, kW4A8 };
 // Which two kinds of pairs the experts of a qsrt layer have. PAB: the low 128
 // channels have A bits per weight, the high 128 B.
 enum class PairKinds { kP24P33, kP33P43 };
+// What surrounds the products of TrellisMX weights.
+enum class MxBoundary {
+  kCoupled,   // Hadamard transforms of 512 and 128, with scales and signs
+  kIdentity,  // nothing
+};
 // What an 8-bit activation has beside its E4M3 number.
 enum class Remainder {
   kNone,
@@ -31,13 +36,14 @@ enum class Remainder {
 
 // The spellings of the manifest: "fused_moe", "linear", "silu", "situ",
 // "per_expert", "exl3", "trellis_mx", "qsrt", "3inst", "mcg", "mul1", "w4a16",
-// "w4a8", "p24_p33", "p33_p43", "none", "rp2".
+// "w4a8", "p24_p33", "p33_p43", "coupled", "identity", "none", "rp2".
 absl::string_view OpName(Op op);
 absl::string_view ActivationName(Activation activation);
 absl::string_view WeightFormatName(WeightFormat format);
 absl::string_view CodebookName(Codebook codebook);
 absl::string_view RecipeName(Recipe recipe);
 absl::string_view PairKindsName(PairKinds pairs);
+absl::string_view MxBoundaryName(MxBoundary boundary);
 absl::string_view RemainderName(Remainder remainder);
 
 // Bits per weight of the three projections, each 1..8.
@@ -67,8 +73,8 @@ struct LinearShape {
   auto operator<=>(const LinearShape&) const = default;
 };
 
-// What a request for fused_moe over TrellisMX weights (NPK-1 streams behind the
-// coupled boundary) has beside the rest.
+// What a request for fused_moe over TrellisMX weights (NPK-1 streams) has
+// beside the rest.
 struct TrellisMx {
   // Gate is at most this, up within plus and minus it: a decimal or "inf", as
   // in a sidecar.
@@ -81,6 +87,8 @@ struct TrellisMx {
   // smallm_max_tokens is 0. No interval has tokens on both sides.
   uint32_t direct_max_tokens = 0;
   Remainder remainder = Remainder::kNone;
+  // With kIdentity the op has no vectors, and hidden is a multiple of 128.
+  MxBoundary boundary = MxBoundary::kCoupled;
   auto operator<=>(const TrellisMx&) const = default;
 };
 
@@ -113,7 +121,7 @@ struct Interval {
 struct RequestGeometry {
   Op op = Op::kFusedMoe;
   // Of fused_moe.
-  int64_t hidden = 0;        // H, multiple of 128; of 512 for trellis_mx
+  int64_t hidden = 0;        // H, multiple of 128; of 512 for coupled ones
   int64_t intermediate = 0;  // I, multiple of 128; 256 for qsrt
   int64_t experts = 0;       // E
   int64_t top_k = 0;
@@ -139,7 +147,8 @@ struct RequestGeometry {
   // One line for people, for example
   // "fused_moe H2048 I768 E128 k8 exl3-mcg K4 silu w4a16 bf16 i32",
   // "fused_moe H4096 I512 E288 k8 trellis_mx K4 silu limit 10 w4a8 small-m 16
-  // bf16 i32" or, with the direct arm, "direct 16 rp2" for "small-m 16",
+  // bf16 i32" or, with the direct arm, "direct 16 rp2" for "small-m 16", and
+  // with the identity boundary "K4 identity" for "K4",
   // "fused_moe H3584 I256 E896 k16 qsrt p24_p33 situ w4a8 decode 8 bf16 i32
   // shared scales" or "linear [4096, 1024] exl3-mcg K4 w4a16 bf16 bias".
   std::string ToString() const;

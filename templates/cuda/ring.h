@@ -1,5 +1,5 @@
-// What the blocks of a grouped product copy to a stage of their ring: packed
-// tiles, and rows of an operand.
+// The ring of stages of a block of a grouped product, and what is copied to a
+// stage: packed tiles, and rows of an operand.
 //
 // CUDA only, or under a test's emulator; no header other than Kiln's own.
 #ifndef KILN_TEMPLATES_CUDA_RING_H_
@@ -77,6 +77,42 @@ struct OperandTile {
     }
   }
 };
+
+// Stages begin .. end - 1 through a ring of kStages buffers. All threads of the
+// block call it.
+//   weights(stage, buffer), operand(stage, buffer): begin to copy a stage's
+//   parts; the operand's rows may be those of an earlier kernel
+//   add(stage, buffer): once both have landed for every thread
+template <u32 kStages, class Weights, class Operand, class Add>
+KILN_FN void RunRing(u32 begin, u32 end, Weights weights, Operand operand,
+                     Add add) {
+  // Weights first: the rows to copy may not be known yet.
+  KILN_UNROLLED
+  for (u32 s = 0; s < kStages - 1; ++s) {
+    if (begin + s < end) weights(begin + s, s);
+  }
+  KILN_UNROLLED
+  for (u32 s = 0; s < kStages - 1; ++s) {
+    if (begin + s < end) operand(begin + s, s);
+    CommitCopies();
+  }
+  u32 slot = 0;
+#pragma unroll 1
+  for (u32 stage = begin; stage < end; ++stage) {
+    WaitCopies<kStages - 2>();
+    // Stage `stage` has landed for every thread, and the buffer of the stage
+    // before it is free.
+    __syncthreads();
+    if (stage + kStages - 1 < end) {
+      const u32 free_slot = slot == 0 ? kStages - 1 : slot - 1;
+      weights(stage + kStages - 1, free_slot);
+      operand(stage + kStages - 1, free_slot);
+    }
+    CommitCopies();
+    add(stage, slot);
+    slot = slot == kStages - 1 ? 0 : slot + 1;
+  }
+}
 
 }  // namespace kd
 

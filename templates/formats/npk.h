@@ -27,6 +27,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "compiler/base/digest.h"
+#include "compiler/spec/request.h"
 #include "templates/formats/safetensors.h"
 
 namespace kiln {
@@ -36,9 +37,7 @@ inline constexpr uint64_t kNpkHeaderBytesMax = 1u << 20;
 inline constexpr int64_t kNpkExpertsMax = 4096;
 inline constexpr int64_t kNpkAtom = 32;  // channels that a slice keeps together
 
-// What surrounds the products: Hadamard transforms of 512 and 128 with scales
-// and signs, or nothing.
-enum class NpkBoundary { kCoupled, kIdentity };
+using NpkBoundary = MxBoundary;
 
 // In the order of their bytes. E experts, H hidden, I local intermediate, K
 // bits. The last four are there when the boundary is coupled.

@@ -243,8 +243,7 @@ absl::StatusOr<PreparedNpkLayer> PrepareNpkLayer(
   if (!tensors.ok()) return Annotate(tensors.status(), path);
   const std::string head = MakeSafetensorsHead(
       *tensors, {{"format", "kiln.npk1/1"},
-                 {"boundary",
-                  m.boundary == NpkBoundary::kCoupled ? "coupled" : "identity"},
+                 {"boundary", std::string(MxBoundaryName(m.boundary))},
                  {"bits", absl::StrCat(m.bits)},
                  {"limit", m.limit},
                  {"layer", absl::StrCat(m.layer)},

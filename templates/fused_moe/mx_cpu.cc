@@ -1,10 +1,12 @@
-// fused_moe over TrellisMX weights (NPK-1 streams behind the coupled boundary)
-// on the CPU.
+// fused_moe over TrellisMX weights (NPK-1 streams) on the CPU.
 //
 // Kernel source: compiled at run time by the embedded Clang for one request
 // and one candidate, with a prelude of macros before the text. Rounding
 // boundaries follow the prepared-weights specification, A.6: transforms and
 // scales in binary32, results of products in binary16.
+//
+// KILN_COUPLED is 1 where H512 and H128 with scales and signs surround the
+// products, 0 where nothing does; then the vectors are null and not read.
 //
 // KILN_ACTIVATION_BITS is the arm. 8 ("grouped" and "direct", W4A8): what both
 // products read is MXFP8, E4M3 in blocks of 32. 16 ("smallm", W4A16): the same
@@ -19,22 +21,22 @@
 // of T = KILN_TOKENS_TILE rows; a tile never mixes experts.
 //   tiles(m) = min(R, ceil((R + (E - 1) (T - 1)) / T))   upper bound of tiles
 //   slot     = tile * T + row in tile
-// C is KILN_CHANNELS_TILE.
+// C is KILN_CHANNELS_TILE, B the channels of a block of rotate and combine:
+// 512, of the identity boundary 128.
 //
 // Steps, in this order. "p" marks a parameter of the op, "a" an arena slice;
 // `tokens` is live m.
 //   entry                grid                    arguments
 //   kiln_mx_cpu_route    1, 1, 1                 tokens, p topk_ids,
 //     a tile_expert, a tile_routes, a route_slot
-//   kiln_mx_cpu_rotate   m, H / 512, 1           p x, p gate_up_suh, a
-//   x_values,
-//     a x_scales
+//   kiln_mx_cpu_rotate   m, H / B, 1             p x, p gate_up_suh,
+//     a x_values, a x_scales
 //   kiln_mx_cpu_fc1      tiles, ceil(I / C), 1   a tile_expert, a tile_routes,
 //     p w13, p w13_scale, p rotations, a x_values, a x_scales, a mid_values,
 //     a mid_scales
 //   kiln_mx_cpu_fc2      tiles, ceil(H / C), 1   a tile_expert, a tile_routes,
 //     p w2, p w2_scale, p down_svh, a mid_values, a mid_scales, a routed
-//   kiln_mx_cpu_combine  m, H / 512, 1           a route_slot, p topk_weights,
+//   kiln_mx_cpu_combine  m, H / B, 1             a route_slot, p topk_weights,
 //     a routed, p out
 //
 // `rotate` quantises a token once for all its routes, in the pass that rotates
@@ -91,6 +93,7 @@ constexpr int kBits = KILN_BITS;
 constexpr u32 kRows = KILN_TOKENS_TILE;
 constexpr u32 kStrip = KILN_CHANNELS_TILE;
 constexpr u32 kRowGroup = KILN_ROW_GROUP;
+constexpr bool kCoupled = KILN_COUPLED != 0;
 constexpr bool kQuantised = KILN_ACTIVATION_BITS == 8;
 constexpr u32 kValueBytes = KILN_ACTIVATION_BITS / 8;
 constexpr u32 kTerms = KILN_ACTIVATION_TERMS;
@@ -109,9 +112,11 @@ constexpr u32 kGroupTiles = kLanes / 8;
 constexpr u32 kGroupWords = kd::kTileWords<kBits> * kGroupTiles;
 constexpr u32 kBlock = kd::kHadamardSize;
 constexpr u32 kFold = kd::kMxBlock;  // input channels of one scale
+constexpr u32 kChunk = kCoupled ? kd::kMxOuter : kBlock;
 
-static_assert(kHidden % kd::kMxOuter == 0 && kInter % kBlock == 0,
-              "hidden is a multiple of 512, intermediate one of 128");
+static_assert(kHidden % kChunk == 0 && kInter % kBlock == 0,
+              "hidden is a multiple of 512 (of 128 with the identity "
+              "boundary), intermediate one of 128");
 static_assert(KILN_ACTIVATION_BITS == 8 || KILN_ACTIVATION_BITS == 16,
               "activations have 8 or 16 bits");
 static_assert(kTerms == 1 || (kTerms == 2 && kQuantised),
@@ -264,22 +269,24 @@ struct RotateArgs {
 };
 
 void Rotate(const RotateArgs& args, u32 token, u32 chunk, u32) {
-  const u32 base = chunk * kd::kMxOuter;
+  const u32 base = chunk * kChunk;
   const u64 row = static_cast<u64>(token) * kHidden + base;
-  float v[kd::kMxOuter];
-  for (u32 i = 0; i < kd::kMxOuter; ++i) {
+  float v[kChunk];
+  for (u32 i = 0; i < kChunk; ++i) {
 #if KILN_X_BF16
     v[i] = kd::round_f16(kd::bf16_to_f32(args.x[row + i]));
 #else
     v[i] = kd::f16_to_f32(args.x[row + i]);
 #endif
   }
-  kd::Hadamard512(v);
-  for (u32 i = 0; i < kd::kMxOuter; i += kBlock) {
-    kd::ScaleBy(args.suh + base + i, v + i);
-    kd::Hadamard128(v + i);
+  if constexpr (kCoupled) {
+    kd::Hadamard512(v);
+    for (u32 i = 0; i < kChunk; i += kBlock) {
+      kd::ScaleBy(args.suh + base + i, v + i);
+      kd::Hadamard128(v + i);
+    }
   }
-  StoreOperand<kHidden>(v, kd::kMxOuter, token, base, args.values, args.scales);
+  StoreOperand<kHidden>(v, kChunk, token, base, args.values, args.scales);
 }
 
 // ---- matrix products -------------------------------------------------------
@@ -422,7 +429,10 @@ KILN_FN u32 ColumnsOf(u32 column, u32 n_size) {
 
 constexpr u64 kMatrixWords =
     static_cast<u64>(kHidden / 16) * (kInter / 16) * kd::kTileWords<kBits>;
-constexpr u64 kScaleWords = static_cast<u64>(kHidden / 128) * kInter;
+// Words of one matrix; rows come in panels of 256.
+constexpr u64 kGateScaleWords = static_cast<u64>(kHidden / 128) * kInter;
+constexpr u64 kDownScaleWords =
+    static_cast<u64>((kHidden + 255) / 256 * 256) * (kInter / 128);
 
 // ---- fc1 -------------------------------------------------------------------
 
@@ -457,7 +467,7 @@ void Fc1(const Fc1Args& args, u32 tile, u32 strip, u32) {
   const u32* words = reinterpret_cast<const u32*>(args.w13);
   Matrix w;
   w.words = words + e * kMatrixWords;
-  w.scales = args.w13_scale + e * 2 * kScaleWords;
+  w.scales = args.w13_scale + e * 2 * kGateScaleWords;
   w.k_size = kHidden;
   w.n_size = kInter;
   w.first_row = 0;
@@ -467,13 +477,20 @@ void Fc1(const Fc1Args& args, u32 tile, u32 strip, u32) {
   w.first_row = kInter;
   float up[kRows * kStrip];
   Multiply(w, column, columns, rows, up);
-  const kd::MxTables tables = kd::MxTablesOf(args.rotations, e, kInter);
   for (u32 row = 0; row < kRows; ++row) {
     if (!rows.Has(row)) continue;
     for (u32 c = 0; c < columns; c += kBlock) {
+      const float* g = gate + row * kStrip + c;
+      const float* u = up + row * kStrip + c;
       float mid[kBlock];
-      kd::MxBoundary128(tables, column + c, Limit(), gate + row * kStrip + c,
-                        up + row * kStrip + c, mid);
+      if constexpr (kCoupled) {
+        kd::MxBoundary128(kd::MxTablesOf(args.rotations, e, kInter), column + c,
+                          Limit(), g, u, mid);
+      } else {
+        for (u32 i = 0; i < kBlock; ++i) {
+          mid[i] = kd::MxActivate(g[i], u[i], Limit());
+        }
+      }
       StoreOperand<kInter>(mid, kBlock, static_cast<u64>(tile) * kRows + row,
                            column + c, args.mid_values, args.mid_scales);
     }
@@ -510,7 +527,7 @@ void Fc2(const Fc2Args& args, u32 tile, u32 strip, u32) {
   const u32 columns = ColumnsOf(column, kHidden);
   Matrix w;
   w.words = reinterpret_cast<const u32*>(args.w2) + e * kMatrixWords;
-  w.scales = args.w2_scale + e * kScaleWords;
+  w.scales = args.w2_scale + e * kDownScaleWords;
   w.k_size = kInter;
   w.n_size = kHidden;
   w.first_row = 0;
@@ -522,8 +539,10 @@ void Fc2(const Fc2Args& args, u32 tile, u32 strip, u32) {
         args.routed + (static_cast<u64>(tile) * kRows + row) * kHidden + column;
     for (u32 c = 0; c < columns; c += kBlock) {
       float* v = d + row * kStrip + c;
-      kd::Hadamard128(v);
-      kd::ScaleBy(args.down_svh + column + c, v);
+      if constexpr (kCoupled) {
+        kd::Hadamard128(v);
+        kd::ScaleBy(args.down_svh + column + c, v);
+      }
       __builtin_memcpy(to + c, v, kBlock * sizeof(float));
     }
   }
@@ -540,9 +559,9 @@ struct CombineArgs {
 
 // Routes in the router's order, in binary32.
 void Combine(const CombineArgs& args, u32 token, u32 chunk, u32) {
-  const u32 base = chunk * kd::kMxOuter;
-  float sum[kd::kMxOuter];
-  for (u32 i = 0; i < kd::kMxOuter; ++i) sum[i] = 0.0f;
+  const u32 base = chunk * kChunk;
+  float sum[kChunk];
+  for (u32 i = 0; i < kChunk; ++i) sum[i] = 0.0f;
   for (u32 j = 0; j < kTopK; ++j) {
     const u64 route = static_cast<u64>(token) * kTopK + j;
     const i32 slot = args.route_slot[route];
@@ -550,11 +569,11 @@ void Combine(const CombineArgs& args, u32 token, u32 chunk, u32) {
     const float weight = args.topk_weights[route];
     const float* row =
         args.routed + static_cast<u64>(static_cast<u32>(slot)) * kHidden + base;
-    for (u32 i = 0; i < kd::kMxOuter; ++i) {
+    for (u32 i = 0; i < kChunk; ++i) {
       sum[i] = kd::Fma(row[i], weight, sum[i]);
     }
   }
-  kd::Hadamard512(sum);
+  if constexpr (kCoupled) kd::Hadamard512(sum);
   __builtin_memcpy(args.out + static_cast<u64>(token) * kHidden + base, sum,
                    sizeof sum);
 }

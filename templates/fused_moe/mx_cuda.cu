@@ -1,5 +1,4 @@
-// fused_moe over TrellisMX weights (NPK-1 streams behind the coupled boundary):
-// CUDA kernels.
+// fused_moe over TrellisMX weights (NPK-1 streams): CUDA kernels.
 //
 // Rounding boundaries follow the prepared-weights specification, A.6 and A.9.
 // Source for sm_80 and later; no header other than Kiln's own. Read
@@ -7,8 +6,10 @@
 // every entry's parameters, launch rule, shared memory and arena slices.
 //
 // Prelude (integers):
-//   KILN_HIDDEN H (multiple of 512), KILN_INTER I (multiple of 128),
-//   KILN_EXPERTS E (1..1024), KILN_TOPK (1..32), KILN_BITS K (2..5),
+//   KILN_COUPLED: 1 where H512 and H128 with scales and signs surround the
+//   products, 0 where nothing does; then the vectors are null and not read
+//   KILN_HIDDEN H (multiple of 512; of 128 without), KILN_INTER I (multiple of
+//   128), KILN_EXPERTS E (1..1024), KILN_TOPK (1..32), KILN_BITS K (2..5),
 //   KILN_LIMIT_BITS (a binary32), KILN_X_BF16, KILN_ID_I64 (0 or 1),
 //   KILN_ACTIVATION_BITS, the arm: 8 ("grouped" and "direct", W4A8) or 16
 //   ("smallm", W4A16), KILN_ACTIVATION_TERMS, 1 unless given, 2 of the arm
@@ -78,10 +79,12 @@ constexpr u32 kHidden = KILN_HIDDEN;
 constexpr u32 kInter = KILN_INTER;
 constexpr u32 kExperts = KILN_EXPERTS;
 constexpr u32 kTopK = KILN_TOPK;
+constexpr bool kCoupled = KILN_COUPLED != 0;
 constexpr bool kQuantised = KILN_ACTIVATION_BITS == 8;
 constexpr u32 kTerms = KILN_ACTIVATION_TERMS;
 
-static_assert(kHidden % 512 == 0 && kInter % 128 == 0, "H512 and H128");
+static_assert(kHidden % (kCoupled ? 512 : 128) == 0 && kInter % 128 == 0,
+              "H512 and H128; 128 without them");
 static_assert(kExperts >= 1 && kExperts <= 1024, "E in 1..1024");
 static_assert(KILN_ACTIVATION_BITS == 8 || KILN_ACTIVATION_BITS == 16,
               "activations have 8 or 16 bits");
@@ -98,10 +101,12 @@ namespace {
 
 constexpr u32 kHelperThreads = 128;
 constexpr u32 kHelperWarps = kHelperThreads / 32;
-constexpr u32 kChunk = kd::kMxOuter;         // channels of one H512
-constexpr u32 kChunks = kHidden / kChunk;    // of a token
-constexpr u32 kQuarter = kd::kHadamardSize;  // that one warp transforms
-constexpr u32 kRotations = kRouteWarps / 4;  // chunks of one block
+constexpr u32 kQuarter = kd::kHadamardSize;  // channels of one warp
+// Channels of one H512; what a warp has where there is none.
+constexpr u32 kChunk = kCoupled ? kd::kMxOuter : kQuarter;
+constexpr u32 kChunks = kHidden / kChunk;  // of a token
+constexpr u32 kChunkWarps = kChunk / kQuarter;
+constexpr u32 kRotations = kRouteWarps / kChunkWarps;  // chunks of one block
 
 #if KILN_ID_I64
 using RouteId = long long;
@@ -164,7 +169,7 @@ __device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 row,
 #endif  // KILN_OPERAND_CODES
 
 // The operand of fc1: H512, gate_up_suh, H128. Four warps share a chunk, one
-// quarter each.
+// quarter each; without transforms a warp has a chunk of its own.
 __device__ __forceinline__ void RotateBlock(const u16* __restrict__ x,
                                             const u16* __restrict__ suh,
                                             Value* __restrict__ values,
@@ -173,36 +178,41 @@ __device__ __forceinline__ void RotateBlock(const u16* __restrict__ x,
   __shared__ float4 shared[kRotations][kChunk / 4];
   const u32 lane = threadIdx.x % 32;
   const u32 warp = threadIdx.x / 32;
-  const u32 quarter = warp % 4;
-  const u32 item = block * kRotations + warp / 4;  // chunk of x
+  const u32 quarter = warp % kChunkWarps;
+  const u32 item = block * kRotations + warp / kChunkWarps;  // chunk of x
   const bool live = item < tokens * kChunks;
   const u64 first = static_cast<u64>(item) * kChunk + quarter * kQuarter;
   float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   if (live) kd::LoadX4<KILN_X_BF16 != 0>(x + first + lane * 4, v);
-  kd::WarpHadamard128(v, lane);
-  shared[warp / 4][quarter * (kQuarter / 4) + lane] =
-      make_float4(v[0], v[1], v[2], v[3]);
-  __syncthreads();
+  if constexpr (kCoupled) {
+    kd::WarpHadamard128(v, lane);
+    shared[warp / 4][quarter * (kQuarter / 4) + lane] =
+        make_float4(v[0], v[1], v[2], v[3]);
+    __syncthreads();
+  }
   if (!live) return;
-  // v becomes this quarter of the butterfly over the four.
-  float four[4][4];
+  if constexpr (kCoupled) {
+    // v becomes this quarter of the butterfly over the four.
+    float four[4][4];
 #pragma unroll
-  for (u32 q = 0; q < 4; ++q) {
-    const float4 part = shared[warp / 4][q * (kQuarter / 4) + lane];
-    four[0][q] = part.x;
-    four[1][q] = part.y;
-    four[2][q] = part.z;
-    four[3][q] = part.w;
-  }
+    for (u32 q = 0; q < 4; ++q) {
+      const float4 part = shared[warp / 4][q * (kQuarter / 4) + lane];
+      four[0][q] = part.x;
+      four[1][q] = part.y;
+      four[2][q] = part.z;
+      four[3][q] = part.w;
+    }
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) {
-    kd::Hadamard4(four[i]);
-    const float low = quarter % 2 == 0 ? four[i][0] : four[i][1];
-    const float high = quarter % 2 == 0 ? four[i][2] : four[i][3];
-    v[i] = (quarter < 2 ? low : high) * 0.5f;
+    for (u32 i = 0; i < 4; ++i) {
+      kd::Hadamard4(four[i]);
+      const float low = quarter % 2 == 0 ? four[i][0] : four[i][1];
+      const float high = quarter % 2 == 0 ? four[i][2] : four[i][3];
+      v[i] = (quarter < 2 ? low : high) * 0.5f;
+    }
+    kd::Scale4(suh + item % kChunks * kChunk + quarter * kQuarter + lane * 4,
+               v);
+    kd::WarpHadamard128(v, lane);
   }
-  kd::Scale4(suh + item % kChunks * kChunk + quarter * kQuarter + lane * 4, v);
-  kd::WarpHadamard128(v, lane);
   StoreOperand<kHidden>(v, item / kChunks,
                         item % kChunks * kChunk + quarter * kQuarter, lane,
                         values, scales);
@@ -226,9 +236,8 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
   }
 }
 
-// The boundary between the products: 128 neurons of one sorted row per warp.
-// They are two halves of 64, each 128 values: atoms of 32 of gate and up in
-// turn.
+// Between the products: 128 neurons of one sorted row per warp. Coupled ones
+// are two halves of 64, each 128 values: atoms of 32 of gate and up in turn.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     kiln_mx_activate(const void* fc1, const u16* __restrict__ rotations,
                      const Row* rows, const Totals* totals,
@@ -241,62 +250,71 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
   const u32 at = item / kBlocks;
   if (at >= totals->rows) return;
   const u32 first = item % kBlocks * kQuarter;
-  const kd::MxTables tables =
-      kd::MxTablesOf(rotations, rows[at].expert, kInter);
-  // The lane's four values of a half, in order: up or gate, and from which
-  // channel on.
-  const bool is_up = lane / 8 % 2 != 0;
-  const u32 channel = first + lane / 16 * kd::kMxAtom + lane % 8 * 4;
-  const u64 from =
-      static_cast<u64>(at) * (2 * kInter) + (is_up ? kInter : 0) + channel;
-  const u64 places[2] = {from, from + 64};
+  const u64 row = static_cast<u64>(at) * (2 * kInter);
   const u64 slice = static_cast<u64>(tokens) * (kTopK * 2 * kInter);
-  float r[2][4];
-  kd::LoadProducts<4>(fc1, places, slice, slices, r);
-  const u16* svh = (is_up ? tables.up_svh : tables.gate_svh) + channel;
-  const u16* signs = tables.pre_signs + 2 * first + lane * 4;
   const float limit = kd::BitsFloat(KILN_LIMIT_BITS);
-  float neuron[2][2];
-#pragma unroll
-  for (u32 half = 0; half < 2; ++half) {
-    kd::WarpHadamard128(r[half], lane);
-    kd::Scale4(svh + 64 * half, r[half]);
-    kd::WarpHadamard128(r[half], lane);
-    kd::Scale4(signs + 128 * half, r[half]);
-    neuron[half][0] = kd::MxActivate(r[half][0], r[half][1], limit);
-    neuron[half][1] = kd::MxActivate(r[half][2], r[half][3], limit);
-  }
-  // Lane l has neurons 2l, 2l + 1 of both halves and needs 4l .. 4l + 3 of all.
   float v[4];
+  float r[2][4];
+  if constexpr (kCoupled) {
+    const kd::MxTables tables =
+        kd::MxTablesOf(rotations, rows[at].expert, kInter);
+    // The lane's four values of a half, in order: up or gate, and from which
+    // channel on.
+    const bool is_up = lane / 8 % 2 != 0;
+    const u32 channel = first + lane / 16 * kd::kMxAtom + lane % 8 * 4;
+    const u64 from = row + (is_up ? kInter : 0) + channel;
+    const u64 places[2] = {from, from + 64};
+    kd::LoadProducts<4>(fc1, places, slice, slices, r);
+    const u16* svh = (is_up ? tables.up_svh : tables.gate_svh) + channel;
+    const u16* signs = tables.pre_signs + 2 * first + lane * 4;
+    float neuron[2][2];
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) {
-    const u32 source = lane % 16 * 2 + i / 2;
-    const float low = __shfl_sync(0xFFFFFFFFu, neuron[0][i % 2], source);
-    const float high = __shfl_sync(0xFFFFFFFFu, neuron[1][i % 2], source);
-    v[i] = lane < 16 ? low : high;
+    for (u32 half = 0; half < 2; ++half) {
+      kd::WarpHadamard128(r[half], lane);
+      kd::Scale4(svh + 64 * half, r[half]);
+      kd::WarpHadamard128(r[half], lane);
+      kd::Scale4(signs + 128 * half, r[half]);
+      neuron[half][0] = kd::MxActivate(r[half][0], r[half][1], limit);
+      neuron[half][1] = kd::MxActivate(r[half][2], r[half][3], limit);
+    }
+    // Lane l has neurons 2l, 2l + 1 of both halves and needs 4l .. 4l + 3 of
+    // all.
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      const u32 source = lane % 16 * 2 + i / 2;
+      const float low = __shfl_sync(0xFFFFFFFFu, neuron[0][i % 2], source);
+      const float high = __shfl_sync(0xFFFFFFFFu, neuron[1][i % 2], source);
+      v[i] = lane < 16 ? low : high;
+    }
+    kd::Scale4(tables.post_signs + first + lane * 4, v);
+    kd::WarpHadamard128(v, lane);
+    kd::Scale4(tables.down_suh + first + lane * 4, v);
+    kd::WarpHadamard128(v, lane);
+  } else {
+    const u64 gate = row + first + lane * 4;
+    const u64 places[2] = {gate, gate + kInter};
+    kd::LoadProducts<4>(fc1, places, slice, slices, r);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) v[i] = kd::MxActivate(r[0][i], r[1][i], limit);
   }
-  kd::Scale4(tables.post_signs + first + lane * 4, v);
-  kd::WarpHadamard128(v, lane);
-  kd::Scale4(tables.down_suh + first + lane * 4, v);
-  kd::WarpHadamard128(v, lane);
   StoreOperand<kInter>(v, at, first, lane, mid_values, mid_scales);
 }
 
 // H128 and down_svh of each route, their sum in router order with explicit fma,
-// then H512: one chunk of one token per block, a quarter per warp. Inactive
+// then H512: 128 channels of one token per warp, one chunk per block. Inactive
 // routes add nothing.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     kiln_mx_combine(const void* fc2, const u16* __restrict__ down_svh,
                     const float* __restrict__ weights, const u32* positions,
                     float* __restrict__ out, u32 tokens, u32 slices) {
   kd::BeginStep();
-  __shared__ float4 shared[kChunk / 4];
   const u32 lane = threadIdx.x % 32;
   const u32 warp = threadIdx.x / 32;
-  const u32 token = blockIdx.x / kChunks;
+  const u32 item = kCoupled ? blockIdx.x : blockIdx.x * kHelperWarps + warp;
+  const u32 token = item / kChunks;
   if (token >= tokens) return;
-  const u32 chunk = blockIdx.x % kChunks * kChunk;
-  const u32 column = chunk + warp * kQuarter + lane * 4;
+  const u32 chunk = item % kChunks * kChunk;
+  const u32 column = chunk + (kCoupled ? warp * kQuarter : 0) + lane * 4;
   const u64 slice = static_cast<u64>(tokens) * (kTopK * kHidden);
   const kd::LaneRoute own =
       kd::LoadLaneRoute<kTopK>(positions, weights, token, lane);
@@ -304,20 +322,29 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
   kd::SumRoutes<kTopK, kHidden>(
       fc2, own, column, slice, slices,
       [&](u32, float(&value)[4]) {
-        kd::WarpHadamard128(value, lane);
-        kd::Scale4(down_svh + column, value);
+        if constexpr (kCoupled) {
+          kd::WarpHadamard128(value, lane);
+          kd::Scale4(down_svh + column, value);
+        }
       },
       sum);
-  kd::WarpHadamard128(sum, lane);
-  shared[warp * (kQuarter / 4) + lane] =
-      make_float4(sum[0], sum[1], sum[2], sum[3]);
-  __syncthreads();
-  const float* at = reinterpret_cast<const float*>(shared) + threadIdx.x;
-  float four[4] = {at[0], at[kQuarter], at[2 * kQuarter], at[3 * kQuarter]};
-  kd::Hadamard4(four);
-  float* to = out + static_cast<u64>(token) * kHidden + chunk + threadIdx.x;
+  float* row = out + static_cast<u64>(token) * kHidden;
+  if constexpr (kCoupled) {
+    __shared__ float4 shared[kChunk / 4];
+    kd::WarpHadamard128(sum, lane);
+    shared[warp * (kQuarter / 4) + lane] =
+        make_float4(sum[0], sum[1], sum[2], sum[3]);
+    __syncthreads();
+    const float* at = reinterpret_cast<const float*>(shared) + threadIdx.x;
+    float four[4] = {at[0], at[kQuarter], at[2 * kQuarter], at[3 * kQuarter]};
+    kd::Hadamard4(four);
+    float* to = row + chunk + threadIdx.x;
 #pragma unroll
-  for (u32 q = 0; q < 4; ++q) to[q * kQuarter] = four[q] * 0.5f;
+    for (u32 q = 0; q < 4; ++q) to[q * kQuarter] = four[q] * 0.5f;
+  } else {
+    *reinterpret_cast<float4*>(row + column) =
+        make_float4(sum[0], sum[1], sum[2], sum[3]);
+  }
 }
 
 #endif  // KILN_PART == 0
@@ -541,38 +568,18 @@ __device__ __forceinline__ void Multiply(const Factors& factors,
   const unsigned char* shared = kd::DynamicShared();
   const u32 ring = kd::SharedAddress(shared);
 
-  // Weights first: the rows to copy may not be known yet.
-#pragma unroll
-  for (u32 s = 0; s < kStages - 1; ++s) {
-    if (begin + s < end) {
-      CopyWeights<kWidth>(factors, begin + s, ring + s * kStageBytes);
-    }
-  }
-#pragma unroll
-  for (u32 s = 0; s < kStages - 1; ++s) {
-    if (begin + s < end) {
-      CopyOperand<kDepth>(factors, sources, begin + s, ring + s * kStageBytes);
-    }
-    kd::CommitCopies();
-  }
-  u32 slot = 0;
-#pragma unroll 1
-  for (u32 stage = begin; stage < end; ++stage) {
-    kd::WaitCopies<kStages - 2>();
-    // Stage `stage` has landed for every thread, and the buffer of the stage
-    // before it is free.
-    __syncthreads();
-    const u32 free_slot = slot == 0 ? kStages - 1 : slot - 1;
-    if (stage + kStages - 1 < end) {
-      const u32 to = ring + free_slot * kStageBytes;
-      CopyWeights<kWidth>(factors, stage + kStages - 1, to);
-      CopyOperand<kDepth>(factors, sources, stage + kStages - 1, to);
-    }
-    kd::CommitCopies();
-    ComputeStage(shared + slot * kStageBytes, span,
-                 stage % kStagesPerBlock * kFolds, columns, sums);
-    slot = slot == kStages - 1 ? 0 : slot + 1;
-  }
+  kd::RunRing<kStages>(
+      begin, end,
+      [&](u32 stage, u32 slot) {
+        CopyWeights<kWidth>(factors, stage, ring + slot * kStageBytes);
+      },
+      [&](u32 stage, u32 slot) {
+        CopyOperand<kDepth>(factors, sources, stage, ring + slot * kStageBytes);
+      },
+      [&](u32 stage, u32 slot) {
+        ComputeStage(shared + slot * kStageBytes, span,
+                     stage % kStagesPerBlock * kFolds, columns, sums);
+      });
 }
 
 // What this thread copies of a tile's rows.

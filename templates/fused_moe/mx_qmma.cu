@@ -1,6 +1,6 @@
-// fused_moe over TrellisMX weights (NPK-1 streams behind the coupled boundary):
-// the two products of the W4A8 arm on tensor cores that multiply E4M3
-// themselves. All other steps are part 0 of mx_cuda.cu.
+// fused_moe over TrellisMX weights (NPK-1 streams): the two products of the
+// W4A8 arm on tensor cores that multiply E4M3 themselves. All other steps are
+// part 0 of mx_cuda.cu.
 //
 // Source for sm_89, and for sm_120 and its family; no header other than Kiln's
 // own. Read templates/fused_moe/README.md, "E4M3 tensor cores", first.
@@ -71,7 +71,8 @@ constexpr u32 kScalesAt = kWeightBytes;
 constexpr u32 kOperandAt = kScalesAt + kChannels * 4;
 constexpr u32 kStageBytes = kOperandAt + Operand::kBytes;
 
-static_assert(kHidden % 512 == 0 && kInter % 128 == 0, "H512 and H128");
+static_assert(kHidden % 128 == 0 && kInter % 128 == 0,
+              "what a word of scales is for");
 static_assert(kTokens == 8 || kTokens % 16 == 0, "T: 8 or a multiple of 16");
 static_assert(kStageDepth == kd::kCodeDepth, "what a word of scales is for");
 static_assert(kStrips % kWarps == 0, "C must be at least 16 * warps");
@@ -160,37 +161,17 @@ __device__ __forceinline__ void Multiply(const Factors& factors, u32 rows,
   const unsigned char* shared = kd::DynamicShared();
   const u32 ring = kd::SharedAddress(shared);
 
-  // Weights first: the rows to copy may not be known yet.
-#pragma unroll
-  for (u32 s = 0; s < kStages - 1; ++s) {
-    if (begin + s < end) {
-      CopyWeights<kWidth>(factors, begin + s, ring + s * kStageBytes);
-    }
-  }
-#pragma unroll
-  for (u32 s = 0; s < kStages - 1; ++s) {
-    if (begin + s < end) {
-      CopyOperand<kDepth>(factors, begin + s, ring + s * kStageBytes);
-    }
-    kd::CommitCopies();
-  }
-  u32 slot = 0;
-#pragma unroll 1
-  for (u32 stage = begin; stage < end; ++stage) {
-    kd::WaitCopies<kStages - 2>();
-    // Stage `stage` has landed for every thread, and the buffer of the stage
-    // before it is free.
-    __syncthreads();
-    const u32 free_slot = slot == 0 ? kStages - 1 : slot - 1;
-    if (stage + kStages - 1 < end) {
-      const u32 to = ring + free_slot * kStageBytes;
-      CopyWeights<kWidth>(factors, stage + kStages - 1, to);
-      CopyOperand<kDepth>(factors, stage + kStages - 1, to);
-    }
-    kd::CommitCopies();
-    ComputeStage(shared + slot * kStageBytes, span, rows, sums);
-    slot = slot == kStages - 1 ? 0 : slot + 1;
-  }
+  kd::RunRing<kStages>(
+      begin, end,
+      [&](u32 stage, u32 slot) {
+        CopyWeights<kWidth>(factors, stage, ring + slot * kStageBytes);
+      },
+      [&](u32 stage, u32 slot) {
+        CopyOperand<kDepth>(factors, stage, ring + slot * kStageBytes);
+      },
+      [&](u32, u32 slot) {
+        ComputeStage(shared + slot * kStageBytes, span, rows, sums);
+      });
 }
 
 }  // namespace

@@ -260,14 +260,18 @@ class Layer {
     w.down = DecodeNpkStream(w2 + e * stream, bits, hidden_, inter_);
     ApplyScales(s13 + e * 2 * scales, 0, hidden_, &w.gate);
     ApplyScales(s13 + e * 2 * scales, inter_, hidden_, &w.up);
-    ApplyScales(s2 + e * scales, 0, inter_, &w.down);
-    w.suh = Halves(p_.slot(MxParam::kGateUpSuh), hidden_);
-    const auto* rotations =
-        static_cast<const uint16_t*>(p_.slot(MxParam::kRotations)) +
-        e * 6 * inter_;
-    w.inner = Halves(rotations, 3 * inter_);
-    w.signs = Halves(rotations + 3 * inter_, 3 * inter_);
-    w.svh = Halves(p_.slot(MxParam::kDownSvh), hidden_);
+    // Panels of 256 rows.
+    const size_t scales2 = (hidden_ + 255) / 256 * 256 * inter_ / 128;
+    ApplyScales(s2 + e * scales2, 0, inter_, &w.down);
+    if (coupled()) {
+      w.suh = Halves(p_.slot(MxParam::kGateUpSuh), hidden_);
+      const auto* rotations =
+          static_cast<const uint16_t*>(p_.slot(MxParam::kRotations)) +
+          e * 6 * inter_;
+      w.inner = Halves(rotations, 3 * inter_);
+      w.signs = Halves(rotations + 3 * inter_, 3 * inter_);
+      w.svh = Halves(p_.slot(MxParam::kDownSvh), hidden_);
+    }
     double limit = std::numeric_limits<double>::infinity();
     if (p_.geometry.mx.limit != "inf") {
       KILN_CHECK(absl::SimpleAtod(p_.geometry.mx.limit, &limit));
@@ -306,6 +310,10 @@ class Layer {
   size_t experts() const { return experts_; }
 
   size_t top_k() const { return top_k_; }
+
+  bool coupled() const {
+    return p_.geometry.mx.boundary == MxBoundary::kCoupled;
+  }
 
  private:
   const MxProblem& p_;
@@ -445,7 +453,7 @@ void MxReferenceRows(const MxProblem& problem, std::span<const int64_t> rows,
       if (route.empty()) continue;
       MxAddRoute(layer.RouteWeight(route_of(r * top_k + j)), route, mode, sum);
     }
-    MxFinish(mode, sum);
+    if (layer.coupled()) MxFinish(mode, sum);
   }
 }
 

@@ -68,10 +68,10 @@ double MxInput(double x, ReferenceMode mode);
 void MxAddRoute(double weight, std::span<const double> route,
                 ReferenceMode mode, std::span<double> sum);
 
-// The H512 behind the sum of the routes.
+// The H512 behind the sum of the routes, of the coupled boundary.
 void MxFinish(ReferenceMode mode, std::span<double> sum);
 
-// One call over prepared tensors. Slots are those of MxParam; pointers are host
+// One call over prepared tensors. Slots are those of MxSlot; pointers are host
 // memory, borrowed.
 struct MxProblem {
   RequestGeometry geometry;
@@ -79,7 +79,7 @@ struct MxProblem {
   const void* slots[kMxParamCount] = {};  // the output's is not read
 
   const void* slot(MxParam param) const {
-    return slots[static_cast<size_t>(param)];
+    return slots[MxSlot(geometry, param)];
   }
 };
 

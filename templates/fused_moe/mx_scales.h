@@ -16,8 +16,9 @@ constexpr u32 kMxPanel = 256;
 template <u32 kDepth, u32 kWidth>
 KILN_FN const u32* MxExpertScales(const u32* words, u32 expert, u32 column) {
   constexpr u64 kPanelWords = kDepth / 128 * kMxPanel;
+  constexpr u32 kPanels = (kWidth + kMxPanel - 1) / kMxPanel;
   return words +
-         (static_cast<u64>(expert) * (kWidth / kMxPanel) + column / kMxPanel) *
+         (static_cast<u64>(expert) * kPanels + column / kMxPanel) *
              kPanelWords +
          column % kMxPanel;
 }

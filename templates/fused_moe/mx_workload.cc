@@ -31,11 +31,18 @@ constexpr uint16_t kHalfMinusOne = 0xBC00;
 
 size_t Slot(MxParam param) { return static_cast<size_t>(param); }
 
-std::string MakeBlockScales(uint64_t bytes, uint64_t seed) {
+// How much a dot product with weights of these scales grows over n inputs.
+double GrowthOf(int64_t inputs) {
+  return kWeightSize * std::sqrt(static_cast<double>(inputs));
+}
+
+//   shift: of the exponent
+std::string MakeBlockScales(uint64_t bytes, uint64_t seed, int shift) {
   SplitMix64 random(seed);
   std::string out(bytes, '\0');
   for (char& byte : out) {
-    byte = static_cast<char>(kLeastScale + random.Below(kScales));
+    byte = static_cast<char>(kLeastScale + shift +
+                             static_cast<int>(random.Below(kScales)));
   }
   return out;
 }
@@ -48,21 +55,25 @@ void AppendSigns(std::string* out, const std::vector<int8_t>& signs) {
 
 // Channel of x whose H512, scaled by ones in the first 128, is one row of H128
 // there and zero elsewhere, so that the H128 behind it leaves one channel: four
-// equal numbers, one in each quarter of the first 512.
-double OneTermValue(int64_t hidden, uint32_t token, int64_t channel) {
-  if (channel >= static_cast<int64_t>(kOuter)) return 0;
+// equal numbers, one in each quarter of the first 512. Without transforms one
+// channel is there from the beginning.
+double OneTermValue(const RequestGeometry& geometry, uint32_t token,
+                    int64_t channel) {
+  const bool coupled = geometry.mx.boundary == MxBoundary::kCoupled;
+  if (channel >= static_cast<int64_t>(coupled ? kOuter : kInner)) return 0;
   const uint32_t row = (token * 37 + 11) % kInner;
   if (static_cast<size_t>(channel) % kInner != row) return 0;
-  // A power of two that makes gates of order one: the rotated channel is twice
-  // this, where one of `hidden` bell-shaped ones is one.
+  // A power of two that makes gates of order one: the one channel, rotated
+  // twice this, stands for `hidden` bell-shaped ones of size one.
   return std::exp2(
-      std::round(0.5 * std::log2(static_cast<double>(hidden)) - 1));
+      std::round(0.5 * std::log2(static_cast<double>(geometry.hidden)) -
+                 (coupled ? 1 : 0)));
 }
 
 }  // namespace
 
 MxWorkload::MxWorkload(const RequestGeometry& geometry, uint64_t seed)
-    : RoutedWorkload(geometry, seed, kMxParamCount) {
+    : RoutedWorkload(geometry, seed, MxSlot(geometry, MxParam::kOut) + 1) {
   const std::vector<uint64_t> bytes = MxBytes(geometry, 0);
   const auto weights_seed = [&](MxParam param) {
     return MixSeed(seed, kStreamWeights, Slot(param), 0);
@@ -74,28 +85,36 @@ MxWorkload::MxWorkload(const RequestGeometry& geometry, uint64_t seed)
     constants_[Slot(param)] =
         MakeWords(bytes[Slot(param)], weights_seed(param));
   }
-  for (const MxParam param : {MxParam::kW13Scale, MxParam::kW2Scale}) {
+  // The scale behind a dot product takes back how much it grows.
+  const bool coupled = geometry.mx.boundary == MxBoundary::kCoupled;
+  for (const auto& [param, inputs] :
+       {std::pair{MxParam::kW13Scale, geometry.hidden},
+        {MxParam::kW2Scale, geometry.intermediate}}) {
+    const int shift =
+        coupled ? 0
+                : -static_cast<int>(std::lround(std::log2(GrowthOf(inputs))));
     constants_[Slot(param)] =
-        MakeBlockScales(bytes[Slot(param)], weights_seed(param));
+        MakeBlockScales(bytes[Slot(param)], weights_seed(param), shift);
   }
-  // A dot product over n inputs grows by sqrt(n); the scale behind it takes
-  // that back.
+  for (size_t i = Slot(MxParam::kW13); i <= Slot(MxParam::kW2Scale); ++i) {
+    KILN_CHECK(constants_[i].size() == bytes[i]);
+  }
+  if (!coupled) return;
   const auto hidden = static_cast<uint64_t>(geometry.hidden);
   const auto inter = static_cast<uint64_t>(geometry.intermediate);
-  const auto fold = [](uint64_t inputs) {
-    return 1 / (kWeightSize * std::sqrt(static_cast<double>(inputs)));
-  };
+  const double fold1 = 1 / GrowthOf(geometry.hidden);
+  const double fold2 = 1 / GrowthOf(geometry.intermediate);
   std::string& suh = constants_[Slot(MxParam::kGateUpSuh)];
   suh = MakeScales(hidden, 1, scales_seed(MxParam::kGateUpSuh, 0));
   for (size_t c = 0; c < kInner; ++c) {
     std::memcpy(suh.data() + 2 * c, &kHalfOne, sizeof(kHalfOne));
   }
   constants_[Slot(MxParam::kDownSvh)] =
-      MakeScales(hidden, fold(inter), scales_seed(MxParam::kDownSvh, 0));
+      MakeScales(hidden, fold2, scales_seed(MxParam::kDownSvh, 0));
   std::string& rotations = constants_[Slot(MxParam::kRotations)];
   for (int64_t e = 0; e < geometry.experts; ++e) {
     const auto expert = static_cast<uint64_t>(e);
-    rotations += MakeScales(2 * inter, fold(hidden),
+    rotations += MakeScales(2 * inter, fold1,
                             scales_seed(MxParam::kRotations, 2 * expert));
     rotations +=
         MakeScales(inter, 1, scales_seed(MxParam::kRotations, 2 * expert + 1));
@@ -104,14 +123,15 @@ MxWorkload::MxWorkload(const RequestGeometry& geometry, uint64_t seed)
     AppendSigns(&rotations, CoupledSigns(draw, SignAxis::kPre, 2 * inter));
     AppendSigns(&rotations, CoupledSigns(draw, SignAxis::kPost, inter));
   }
-  for (size_t i = Slot(MxParam::kW13); i <= Slot(MxParam::kDownSvh); ++i) {
+  for (size_t i = Slot(MxParam::kGateUpSuh); i <= Slot(MxParam::kDownSvh);
+       ++i) {
     KILN_CHECK(constants_[i].size() == bytes[i]);
   }
 }
 
 double MxWorkload::OneTerm(const std::vector<int64_t>&, uint32_t token,
                            int64_t channel) const {
-  return OneTermValue(geometry().hidden, token, channel);
+  return OneTermValue(geometry(), token, channel);
 }
 
 std::vector<double> MxWorkload::Evaluate(DrawKind kind, uint32_t draw,
@@ -142,11 +162,15 @@ std::vector<BufferFill> MxBuffers(const RequestGeometry& geometry) {
   };
   // Scales and signs share a table, so both get the same numbers: the square of
   // their size takes back the growth of the products in front of them.
-  const double growth =
-      kWeightSize * std::sqrt(static_cast<double>(geometry.hidden));
-  const int shrink = -static_cast<int>(std::lround(std::log2(growth) / 2));
+  const double growth = std::log2(GrowthOf(geometry.hidden));
+  const int shrink = -static_cast<int>(std::lround(growth / 2));
   const BufferFill stream = words(2, 0xFFFF, 0);
-  const BufferFill scales = words(1, 3, 0x7C);  // 2^-3 .. 1
+  // 2^-3 .. 1. Without tables block scales shrink in their place, by powers of
+  // 4, as the low bit is random.
+  const auto halves = static_cast<uint64_t>(std::lround(growth / 2));
+  const BufferFill scales = geometry.mx.boundary == MxBoundary::kCoupled
+                                ? words(1, 3, 0x7C)
+                                : words(1, 1, 0x7E - 2 * halves);
   std::vector<BufferFill> out = {
       FloatFill(geometry.io_dtype, -1, true),
       {.kind = BufferFill::Kind::kIndices,
@@ -163,6 +187,7 @@ std::vector<BufferFill> MxBuffers(const RequestGeometry& geometry) {
       {.kind = BufferFill::Kind::kNone, .element_bytes = 4},
   };
   KILN_CHECK(out.size() == kMxParamCount);
+  out = MxSlotsOf(geometry, std::move(out));
   SetFillBytes(MxBytes(geometry, 0), MxBytes(geometry, 1), &out);
   return out;
 }
@@ -177,8 +202,11 @@ OpWork MxWork(const RequestGeometry& geometry) {
        .weights = 2 * hidden * inter,
        .bits = bits},
       {.slot = Slot(MxParam::kW2), .weights = hidden * inter, .bits = bits}};
-  // One byte for 32 weights, and six tables of I; f16.
-  work.scale_bytes = 3 * hidden * inter / 32 + 6 * inter * 2;
+  // One byte for 32 weights, and six tables of I where there are; f16.
+  work.scale_bytes = 3 * hidden * inter / 32;
+  if (geometry.mx.boundary == MxBoundary::kCoupled) {
+    work.scale_bytes += 6 * inter * 2;
+  }
   return work;
 }
 

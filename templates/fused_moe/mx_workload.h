@@ -22,7 +22,8 @@ class MxWorkload : public RoutedWorkload {
  public:
   // Fills the weights: random streams, block scales of 1/4 to 2, tables that
   // keep activations of order one, the signs of draws 0..7 by turns. The first
-  // 128 input scales are 1, for one-term draws.
+  // 128 input scales are 1, for one-term draws. With the identity boundary
+  // block scales do what the tables would.
   MxWorkload(const RequestGeometry& geometry, uint64_t seed);
 
  private:

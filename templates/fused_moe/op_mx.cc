@@ -1,7 +1,9 @@
 #include "templates/fused_moe/op_mx.h"
 
+#include <algorithm>
 #include <bit>
 #include <limits>
+#include <utility>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -15,12 +17,32 @@ constexpr char kTermsAxis[] = "activation_terms";
 
 }  // namespace
 
+uint32_t MxSlot(const RequestGeometry& geometry, MxParam param) {
+  const auto slot = static_cast<uint32_t>(param);
+  if (geometry.mx.boundary == MxBoundary::kCoupled) return slot;
+  constexpr auto kVectors = static_cast<uint32_t>(MxParam::kGateUpSuh);
+  KILN_CHECK(slot < kVectors || param == MxParam::kOut);
+  return std::min(slot, kVectors);
+}
+
+Arg MxArg(const RequestGeometry& geometry, MxParam param) {
+  const bool is_vector = param >= MxParam::kGateUpSuh && param < MxParam::kOut;
+  if (is_vector && geometry.mx.boundary == MxBoundary::kIdentity) {
+    return Arg::U64(0);
+  }
+  return Arg::Param(MxSlot(geometry, param));
+}
+
 std::vector<ParamDecl> MxParams(const RequestGeometry& geometry) {
   const std::string io(DTypeName(geometry.io_dtype));
   const std::string id(DTypeName(geometry.id_dtype));
   const std::string words =
       absl::StrCat(", ", 16 * geometry.weights.bits.gate, "]");
-  return {
+  // Of rows of w2_scale.
+  const std::string panels = geometry.hidden % 256 == 0
+                                 ? "hidden/256"
+                                 : absl::StrCat((geometry.hidden + 255) / 256);
+  std::vector<ParamDecl> all = {
       {"x", io, "[m, hidden]", false},
       {"topk_ids", id, "[m, top_k]", false},
       {"topk_weights", "f32", "[m, top_k]", false},
@@ -30,13 +52,14 @@ std::vector<ParamDecl> MxParams(const RequestGeometry& geometry) {
        false},
       {"w13_scale", "u32", "[experts, 2*intermediate/256, hidden/128, 256]",
        false},
-      {"w2_scale", "u32", "[experts, hidden/256, intermediate/128, 256]",
-       false},
+      {"w2_scale", "u32",
+       absl::StrCat("[experts, ", panels, ", intermediate/128, 256]"), false},
       {"gate_up_suh", "f16", "[hidden]", false},
       {"rotations", "f16", "[experts, 6*intermediate]", false},
       {"down_svh", "f16", "[hidden]", false},
       {"out", "f32", "[m, hidden]", true},
   };
+  return MxSlotsOf(geometry, std::move(all));
 }
 
 std::vector<uint64_t> MxBytes(const RequestGeometry& geometry,
@@ -50,19 +73,22 @@ std::vector<uint64_t> MxBytes(const RequestGeometry& geometry,
   const uint64_t stream =
       e * h * i / 8 * static_cast<uint64_t>(geometry.weights.bits.gate);
   const uint64_t scales = e * h * i / 32;
-  return {
+  // Rows of scales come in panels of 256.
+  const uint64_t scales_w2 = e * ((h + 255) / 256 * 256) * i / 32;
+  std::vector<uint64_t> all = {
       m * h * DTypeBytes(geometry.io_dtype),
       m * k * DTypeBytes(geometry.id_dtype),
       m * k * 4,
       2 * stream,
       stream,
       2 * scales,
-      scales,
+      scales_w2,
       h * 2,
       e * 6 * i * 2,
       h * 2,
       m * h * 4,
   };
+  return MxSlotsOf(geometry, std::move(all));
 }
 
 absl::string_view MxArmName(MxArm arm) {
@@ -151,6 +177,7 @@ std::string MxPrelude(const RequestGeometry& geometry) {
   define("EXPERTS", geometry.experts);
   define("TOPK", geometry.top_k);
   define("BITS", geometry.weights.bits.gate);
+  define("COUPLED", geometry.mx.boundary == MxBoundary::kCoupled ? 1 : 0);
   define("LIMIT_BITS", std::bit_cast<uint32_t>(limit));
   define("X_BF16", geometry.io_dtype == DType::kBf16 ? 1 : 0);
   define("ID_I64", geometry.id_dtype == DType::kI64 ? 1 : 0);

@@ -18,9 +18,10 @@
 namespace kiln {
 
 // Slots of the caller's parameter block, 8 bytes each, all pointers. H =
-// hidden (multiple of 512), I = intermediate (multiple of 128), E = experts, K
-// = bits. From kW13 to kDownSvh they are the tensors of one prepared layer, as
-// templates/formats/npk_prepare.h describes them.
+// hidden (multiple of 512; of 128 with the identity boundary), I = intermediate
+// (multiple of 128), E = experts, K = bits. From kW13 to kDownSvh they are the
+// tensors of one prepared layer, as templates/formats/npk_prepare.h describes
+// them. The identity boundary has no vectors: there kOut follows kW2Scale.
 enum class MxParam : uint32_t {
   kX,            // io_dtype [m][H]
   kTopkIds,      // id_dtype [m][top_k]; active iff 0 <= id < E
@@ -30,7 +31,7 @@ enum class MxParam : uint32_t {
   // A word holds the scales of 128 input channels of one row, UE8M0, byte b
   // those of channels 32 b ..; rows come in panels of 256.
   kW13Scale,   // u32 [E][2I/256][H/128][256]: gate rows, then up rows
-  kW2Scale,    // u32 [E][H/256][I/128][256]
+  kW2Scale,    // u32 [E][ceil(H/256)][I/128][256]
   kGateUpSuh,  // f16 [H]
   // f16 [E][6I]: gate_svh, up_svh, down_suh, 2I signs before the activation
   // and I behind it, each +1 or -1.
@@ -38,15 +39,28 @@ enum class MxParam : uint32_t {
   kDownSvh,  // f16 [H]
   kOut,      // f32 [m][H]; every element is written
 };
+// Of the coupled boundary.
 inline constexpr uint32_t kMxParamCount = 11;
+
+// The slot of a parameter that the request has.
+uint32_t MxSlot(const RequestGeometry& geometry, MxParam param);
+
+// What a list in the order of MxParam has for the slots of the request.
+template <typename T>
+std::vector<T> MxSlotsOf(const RequestGeometry& geometry, std::vector<T> all) {
+  if (geometry.mx.boundary == MxBoundary::kIdentity) {
+    all.erase(all.begin() + static_cast<size_t>(MxParam::kGateUpSuh),
+              all.begin() + static_cast<size_t>(MxParam::kOut));
+  }
+  return all;
+}
 
 // The slots as declarations, in order.
 std::vector<ParamDecl> MxParams(const RequestGeometry& geometry);
 
-// Argument that passes a slot to a kernel.
-inline Arg MxArg(MxParam param) {
-  return Arg::Param(static_cast<uint64_t>(param));
-}
+// Argument that passes a slot to a kernel: null for a vector that the request
+// does not have.
+Arg MxArg(const RequestGeometry& geometry, MxParam param);
 
 // Bytes of each slot's buffer for `tokens` rows.
 std::vector<uint64_t> MxBytes(const RequestGeometry& geometry, uint32_t tokens);

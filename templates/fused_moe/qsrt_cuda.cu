@@ -697,43 +697,27 @@ struct Product {
     const Decoder decoder = {kd::SharedAddress(shared)};
     const u32 ring = decoder.table + Decoder::kBytes;
 
-    // The table lands with the first stage. Weights first: the rows to copy may
-    // not be known yet.
+    // The table lands with the first stage.
     kd::CopyRows<kThreads, Decoder::kBytes / 16, 1>(table, 0, decoder.table);
-#pragma unroll
-    for (u32 s = 0; s < kStages - 1; ++s) {
-      if (begin + s < end) CopyWeights(begin + s, ring + s * kStageBytes);
-    }
-#pragma unroll
-    for (u32 s = 0; s < kStages - 1; ++s) {
-      if (begin + s < end) CopyOperand(begin + s, ring + s * kStageBytes);
-      kd::CommitCopies();
-    }
-    u32 slot = 0;
-#pragma unroll 1
-    for (u32 stage = begin; stage < end; ++stage) {
-      kd::WaitCopies<kStages - 2>();
-      // Stage `stage` has landed for every thread, and the buffer of the stage
-      // before it is free.
-      __syncthreads();
-      const u32 free_slot = slot == 0 ? kStages - 1 : slot - 1;
-      if (stage + kStages - 1 < end) {
-        const u32 to = ring + free_slot * kStageBytes;
-        CopyWeights(stage + kStages - 1, to);
-        CopyOperand(stage + kStages - 1, to);
-      }
-      kd::CommitCopies();
-      const unsigned char* at = stages + slot * kStageBytes;
-      const u32 bits = PartOf(stage).bits;
-      if (bits == 3) {
-        AddStage<3>(decoder, at, live, sums);
-      } else if (kHasTwoBits && bits == 2) {
-        AddStage<kHasTwoBits ? 2 : 3>(decoder, at, live, sums);
-      } else {
-        AddStage<4>(decoder, at, live, sums);
-      }
-      slot = slot == kStages - 1 ? 0 : slot + 1;
-    }
+    kd::RunRing<kStages>(
+        begin, end,
+        [&](u32 stage, u32 slot) {
+          CopyWeights(stage, ring + slot * kStageBytes);
+        },
+        [&](u32 stage, u32 slot) {
+          CopyOperand(stage, ring + slot * kStageBytes);
+        },
+        [&](u32 stage, u32 slot) {
+          const unsigned char* at = stages + slot * kStageBytes;
+          const u32 bits = PartOf(stage).bits;
+          if (bits == 3) {
+            AddStage<3>(decoder, at, live, sums);
+          } else if (kHasTwoBits && bits == 2) {
+            AddStage<kHasTwoBits ? 2 : 3>(decoder, at, live, sums);
+          } else {
+            AddStage<4>(decoder, at, live, sums);
+          }
+        });
   }
 };
 

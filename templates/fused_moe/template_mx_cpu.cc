@@ -14,7 +14,8 @@
 namespace kiln {
 namespace {
 
-constexpr int64_t kOuterBlock = 512;  // H512; kMxOuter in mx_boundary.h
+constexpr int64_t kOuterBlock = 512;     // H512; kMxOuter in mx_boundary.h
+constexpr int64_t kIdentityBlock = 128;  // of what does nothing but round
 constexpr uint64_t kScaleBlock = 32;
 
 // Headers of mx_cpu.cc beside those of device/.
@@ -209,13 +210,15 @@ class Template : public KernelTemplate {
     const LaunchDim one = LaunchDim::Constant(1);
     const LaunchDim tokens = LaunchDim::Of({.mul = 1, .add = 0, .div = 1});
     const LaunchDim tile_dim = FusedMoeTiles(geometry, tile, 1);
-    const LaunchDim chunks =
-        LaunchDim::Constant(CeilDiv(geometry.hidden, kOuterBlock));
+    const LaunchDim chunks = LaunchDim::Constant(
+        CeilDiv(geometry.hidden, geometry.mx.boundary == MxBoundary::kCoupled
+                                     ? kOuterBlock
+                                     : kIdentityBlock));
     const LaunchDim hidden_strips =
         LaunchDim::Constant(CeilDiv(geometry.hidden, strip));
     const LaunchDim inter_strips =
         LaunchDim::Constant(CeilDiv(geometry.intermediate, strip));
-    const auto p = MxArg;
+    const auto p = [&](MxParam param) { return MxArg(geometry, param); };
     using P = MxParam;
     const auto add = [body](absl::string_view label,
                             std::array<LaunchDim, 3> grid,

@@ -1,8 +1,5 @@
 #include "templates/fused_moe/template_mx_cuda.h"
 
-#include <algorithm>
-#include <array>
-#include <cmath>
 #include <map>
 #include <string>
 #include <utility>
@@ -23,10 +20,9 @@ namespace {
 constexpr uint32_t kRouteThreads = 1024;
 constexpr uint32_t kHelperThreads = 128;
 constexpr uint32_t kHelperWarps = kHelperThreads / 32;
-constexpr uint32_t kOuterBlock = 512;  // H512; kMxOuter in mx_boundary.h
 constexpr uint32_t kScaleBlock = 32;
-// Chunks of 512 channels that a block of route rotates.
-constexpr uint32_t kRotations = 8;
+// Channels that one warp of a helper has.
+constexpr uint32_t kWarpChannels = 128;
 // Sums that a thread may hold without spilling.
 constexpr int64_t kSumsMax = 128;
 
@@ -42,18 +38,6 @@ double Tolerance(MxArm arm) {
   }
   KILN_UNREACHABLE();
 }
-
-// Headers of mx_cuda.cu beside those of device/.
-constexpr const char* kHeaders[] = {"cuda/grouped.h",
-                                    "cuda/ring.h",
-                                    "cuda/warp.h",
-                                    "formats/npk_law.h",
-                                    "fused_moe/code_row.h",
-                                    "fused_moe/mx_block.h",
-                                    "fused_moe/mx_boundary.h",
-                                    "fused_moe/mx_fragment.h",
-                                    "fused_moe/mx_scales.h",
-                                    "fused_moe/mx_warp.h"};
 
 // Rows of one expert that a tile has: with two terms a row is two columns of
 // the MMA.
@@ -73,6 +57,23 @@ int64_t SharedBytes(const RequestGeometry& geometry, const AxisPoint& point) {
           point.at("tokens_tile") * ((k_tile + 8) * 2 + row_scales));
 }
 
+// One of the two parts of mx_cuda.cu.
+SourceUnit MxCudaUnit(const RequestGeometry& geometry, uint32_t version,
+                      absl::string_view compute_dtype, int part,
+                      const std::string& defines,
+                      std::vector<std::string> entries) {
+  SourceUnit unit;
+  unit.name = "fused_moe/mx_cuda.cu";
+  unit.template_version = version;
+  unit.compute_dtype = std::string(compute_dtype);
+  unit.text = absl::StrCat(MxPrelude(geometry), "#define KILN_PART ", part,
+                           "\n", defines, TemplateText("fused_moe/mx_cuda.cu"));
+  unit.headers =
+      CudaHeaders({std::begin(kMxCudaHeaders), std::end(kMxCudaHeaders)});
+  unit.entries = std::move(entries);
+  return unit;
+}
+
 class Template : public KernelTemplate {
  public:
   absl::string_view name() const override { return "fused_moe.mx_cuda"; }
@@ -81,7 +82,8 @@ class Template : public KernelTemplate {
 
   Digest sources() const override {
     static const Digest digest = [] {
-      std::vector<std::string> files(std::begin(kHeaders), std::end(kHeaders));
+      std::vector<std::string> files(std::begin(kMxCudaHeaders),
+                                     std::end(kMxCudaHeaders));
       for (const char* file :
            {"axes.cc", "fused_moe/grouped_cost.cc", "fused_moe/mx_cuda.cu",
             "fused_moe/op.cc", "fused_moe/op_mx.cc",
@@ -115,22 +117,10 @@ class Template : public KernelTemplate {
 
   ParamSpace Enumerate(const Problem& problem,
                        size_t points_max) const override {
-    const std::vector<Axis> axes = Axes(problem);
-    std::map<int64_t, double> tiles;
-    for (const Axis& axis : axes) {
-      if (axis.name != "tokens_tile") continue;
-      for (const int64_t tile : axis.values) {
-        tiles[tile] = FusedMoeTilesExpected(
-            problem.geometry, RowsOf(problem, tile), problem.interval.m_max);
-      }
-    }
-    return OrderPoints(
-        axes, {"stages"},
+    return MxOrderPoints(
+        problem, Axes(problem), points_max,
         [&](const AxisPoint& point) { return Constraint(problem, point); },
-        [&](const AxisPoint& point) {
-          return Cost(problem, point, tiles.at(point.at("tokens_tile")));
-        },
-        points_max);
+        [&](const AxisPoint& point) { return ProductOf(problem, point); });
   }
 
   absl::StatusOr<PlanBody> MakeBody(
@@ -158,7 +148,7 @@ class Template : public KernelTemplate {
     MxOperands operands;
     operands.scale_bytes = arm == MxArm::kSmallM ? 0 : 4;
     operands.product_shared_bytes = SharedBytes(problem.geometry, point);
-    AddSteps(problem, point, operands, &body);
+    AddMxSteps(problem, point, operands, &body);
     return body;
   }
 
@@ -166,70 +156,42 @@ class Template : public KernelTemplate {
       const RequestGeometry& geometry, const Target&,
       const Assignment& assignment) const override {
     const std::string arm = MxArmPrelude(assignment);
-    return {Unit(geometry, 0, arm,
-                 {"kiln_mx_activate", "kiln_mx_combine", "kiln_mx_route"}),
-            Unit(geometry, 1,
-                 arm + AxisPrelude(assignment, {"tokens_tile", "channels_tile",
-                                                "k_tile", "warps", "stages"}),
-                 {"kiln_mx_fc1", "kiln_mx_fc2"})};
+    return {MxSupportUnit(geometry, version(), "f16", arm),
+            MxCudaUnit(
+                geometry, version(), "f16", 1,
+                arm + AxisPrelude(assignment, {"tokens_tile", "channels_tile",
+                                               "k_tile", "warps", "stages"}),
+                {"kiln_mx_fc1", "kiln_mx_fc2"})};
   }
 
  private:
   static std::vector<Axis> Axes(const Problem& problem) {
     std::vector<Axis> axes = MxArmAxes(problem);
-    axes.insert(axes.end(), {{"tokens_tile", {8, 16, 32, 48, 64, 96, 128}},
-                             {"channels_tile", {64, 128, 256}},
-                             {"k_tile", {64, 128}},
-                             {"warps", {4, 8}},
-                             {"stages", {2, 3, 4, 6}},
-                             {"split_fc1", {1, 2, 4, 8}},
-                             {"split_fc2", {1, 2, 4}}});
+    const std::vector<Axis> products = MxProductAxes({64, 128});
+    axes.insert(axes.end(), products.begin(), products.end());
     return axes;
   }
 
   // Empty, or the rule that the point breaks.
   static std::string Constraint(const Problem& problem,
                                 const AxisPoint& point) {
-    const RequestGeometry& geometry = problem.geometry;
-    std::string other_arm = MxArmConstraint(problem, point);
-    if (!other_arm.empty()) return other_arm;
-    const int64_t channels = point.at("channels_tile");
-    const int64_t warps = point.at("warps");
-    if (geometry.intermediate % channels != 0 ||
-        geometry.hidden % channels != 0) {
-      return absl::StrCat(
-          "channels_tile ", channels, " does not divide intermediate ",
-          geometry.intermediate, " and hidden ", geometry.hidden);
-    }
-    if (channels < 16 * warps) {
-      return absl::StrCat("channels_tile ", channels, " gives ", warps,
-                          " warps less than one tile of 16 channels each");
-    }
-    const int64_t sums =
-        channels / 16 / warps * point.at("tokens_tile") / 8 * 4;
-    if (sums > kSumsMax) {
-      return absl::StrCat(sums, " sums per thread, at most ", kSumsMax,
-                          " fit the registers");
-    }
-    if (point.at("split_fc1") > geometry.hidden / 128 ||
-        point.at("split_fc2") > geometry.intermediate / 128) {
-      return "more K slices than blocks of 128 input channels";
-    }
-    const int64_t shared = SharedBytes(geometry, point);
-    if (shared > problem.device.shared_bytes_max) {
-      return absl::StrCat("shared memory ", shared, " B exceeds the ",
-                          problem.device.shared_bytes_max, " B of a block on ",
-                          problem.device.target.ToString());
-    }
-    return "";
+    std::string broken = MxArmConstraint(problem, point);
+    if (!broken.empty()) return broken;
+    broken =
+        MxProductRule(problem, point, SharedBytes(problem.geometry, point));
+    if (!broken.empty()) return broken;
+    const int64_t sums = point.at("channels_tile") / 16 / point.at("warps") *
+                         point.at("tokens_tile") / 8 * 4;
+    if (sums <= kSumsMax) return "";
+    return absl::StrCat(sums, " sums per thread, at most ", kSumsMax,
+                        " fit the registers");
   }
 
   // The work of rounding a weight to E4M3 and of a block's scales is added to
   // that of fused_moe.cuda, whose kernels have the same shape; no constant of
   // it has been fitted to these kernels.
-  //   tiles: how many the interval's largest m is expected to have.
-  static double Cost(const Problem& problem, const AxisPoint& point,
-                     double tiles) {
+  static GroupedProduct ProductOf(const Problem& problem,
+                                  const AxisPoint& point) {
     constexpr double kDecodeCycles = 58;
     constexpr double kUnalignedDecodeCycles = 69;  // bits not a multiple of 4
     constexpr double kMmaCycles = 8;
@@ -250,125 +212,174 @@ class Template : public KernelTemplate {
         k_tile * channels * bits / 128 + channels / 4 + k_tile * tile / 8;
     product.strip_registers = 8;
     product.shared_bytes = SharedBytes(geometry, point);
-    GroupedProduct fc1 = product;
-    fc1.inputs = geometry.hidden;
-    fc1.outputs = 2 * geometry.intermediate;
-    fc1.split = point.at("split_fc1");
-    GroupedProduct fc2 = product;
-    fc2.inputs = geometry.intermediate;
-    fc2.outputs = geometry.hidden;
-    fc2.split = point.at("split_fc2");
-    return GroupedCycles(problem, point, tiles, fc1, fc2);
-  }
-
-  SourceUnit Unit(const RequestGeometry& geometry, int part,
-                  const std::string& axes,
-                  std::vector<std::string> entries) const {
-    SourceUnit unit;
-    unit.name = "fused_moe/mx_cuda.cu";
-    unit.template_version = version();
-    unit.compute_dtype = "f16";
-    unit.text = absl::StrCat(MxPrelude(geometry), "#define KILN_PART ", part,
-                             "\n", axes, TemplateText("fused_moe/mx_cuda.cu"));
-    unit.headers = CudaHeaders({std::begin(kHeaders), std::end(kHeaders)});
-    unit.entries = std::move(entries);
-    return unit;
-  }
-
- public:
-  // AddMxSteps.
-  static void AddSteps(const Problem& problem, const AxisPoint& assignment,
-                       const MxOperands& operands, PlanBody* body) {
-    const RequestGeometry& geometry = problem.geometry;
-    const uint32_t tile = RowsOf(problem, assignment.at("tokens_tile"));
-    const uint64_t terms = MxActivationTerms(problem);
-    const auto channels = static_cast<uint32_t>(assignment.at("channels_tile"));
-    const auto threads = static_cast<uint32_t>(assignment.at("warps") * 32);
-    const auto split1 = static_cast<uint32_t>(assignment.at("split_fc1"));
-    const auto split2 = static_cast<uint32_t>(assignment.at("split_fc2"));
-    const auto hidden = static_cast<uint32_t>(geometry.hidden);
-    const auto inter = static_cast<uint32_t>(geometry.intermediate);
-    const auto experts = static_cast<uint32_t>(geometry.experts);
-    const auto top_k = static_cast<uint32_t>(geometry.top_k);
-    const uint32_t capacity = problem.interval.m_max;
-    const uint64_t routes = uint64_t{capacity} * top_k;
-
-    ArenaLayout& arena = body->arena;
-    const auto slice = [&arena](absl::string_view name, uint64_t bytes) {
-      return Arg::Arena(arena.Add(name, bytes));
-    };
-    const auto scales = [&](uint64_t values) {
-      return terms * values / kScaleBlock * operands.scale_bytes;
-    };
-    const Arg tiles =
-        slice("tiles", 16 * FusedMoeTilesMax(geometry, tile, capacity));
-    const Arg totals = slice("totals", 16);
-    const Arg rows = slice("rows", 8 * routes);
-    const Arg positions = slice("positions", 4 * routes);
-    const Arg x_values =
-        slice("x_values", operands.value_bytes * terms * hidden * capacity);
-    const Arg x_scales = slice("x_scales", scales(uint64_t{hidden} * capacity));
-    const Arg fc1 =
-        slice("fc1", split1 == 1 ? uint64_t{4} * inter * routes
-                                 : uint64_t{8} * inter * split1 * routes);
-    const Arg mid_values =
-        slice("mid_values", operands.value_bytes * terms * inter * routes);
-    const Arg mid_scales = slice("mid_scales", scales(inter * routes));
-    const Arg fc2 =
-        slice("fc2", split2 == 1 ? uint64_t{2} * hidden * routes
-                                 : uint64_t{4} * hidden * split2 * routes);
-
-    const auto p = MxArg;
-    using P = MxParam;
-    const LaunchDim one = LaunchDim::Constant(1);
-    const uint32_t chunks = hidden / kOuterBlock;
-    const auto add = [body](absl::string_view label, uint32_t program,
-                            LaunchDim x, LaunchDim y, uint32_t block,
-                            uint32_t shared_bytes, std::vector<Arg> args) {
-      Step step;
-      step.label = std::string(label);
-      step.program = program;
-      step.entry = absl::StrCat("kiln_mx_", label);
-      step.grid = {x, y, LaunchDim::Constant(1)};
-      step.block = {block, 1, 1};
-      step.dynamic_shared_bytes = shared_bytes;
-      step.args = std::move(args);
-      body->steps.push_back(std::move(step));
-    };
-    const auto shared = static_cast<uint32_t>(operands.product_shared_bytes);
-    // Blocks beyond the experts rotate the tokens.
-    add("route", 0,
-        LaunchDim::Of(
-            {.mul = chunks, .add = kRotations * experts, .div = kRotations}),
-        one, kRouteThreads, 0,
-        {p(P::kTopkIds), rows, positions, tiles, totals, p(P::kX),
-         p(P::kGateUpSuh), x_values, x_scales, Arg::Tokens(), Arg::U32(tile)});
-    add("fc1", 1, FusedMoeTiles(geometry, tile, 2 * inter / channels),
-        LaunchDim::Constant(split1), threads, shared,
-        {x_values, x_scales, p(P::kW13), p(P::kW13Scale), rows, tiles, totals,
-         fc1, Arg::Tokens()});
-    add("activate", 0,
-        LaunchDim::Of(
-            {.mul = top_k * (inter / 128), .add = 0, .div = kHelperWarps}),
-        one, kHelperThreads, 0,
-        {fc1, p(P::kRotations), rows, totals, mid_values, mid_scales,
-         Arg::Tokens(), Arg::U32(split1)});
-    add("fc2", 1, FusedMoeTiles(geometry, tile, hidden / channels),
-        LaunchDim::Constant(split2), threads, shared,
-        {mid_values, mid_scales, p(P::kW2), p(P::kW2Scale), tiles, totals, fc2,
-         Arg::Tokens()});
-    add("combine", 0, LaunchDim::Of({.mul = chunks, .add = 0, .div = 1}), one,
-        kHelperThreads, 0,
-        {fc2, p(P::kDownSvh), p(P::kTopkWeights), positions, p(P::kOut),
-         Arg::Tokens(), Arg::U32(split2)});
+    return product;
   }
 };
 
 }  // namespace
 
-void AddMxSteps(const Problem& problem, const AxisPoint& point,
+std::vector<Axis> MxProductAxes(std::vector<int64_t> k_tiles) {
+  return {{"tokens_tile", {8, 16, 32, 48, 64, 96, 128}},
+          {"channels_tile", {64, 128, 256}},
+          {"k_tile", std::move(k_tiles)},
+          {"warps", {4, 8}},
+          {"stages", {2, 3, 4, 6}},
+          {"split_fc1", {1, 2, 4, 8}},
+          {"split_fc2", {1, 2, 4}}};
+}
+
+std::string MxProductRule(const Problem& problem, const AxisPoint& point,
+                          int64_t shared_bytes) {
+  const RequestGeometry& geometry = problem.geometry;
+  const int64_t channels = point.at("channels_tile");
+  const int64_t warps = point.at("warps");
+  if (geometry.intermediate % channels != 0 ||
+      geometry.hidden % channels != 0) {
+    return absl::StrCat("channels_tile ", channels,
+                        " does not divide intermediate ", geometry.intermediate,
+                        " and hidden ", geometry.hidden);
+  }
+  if (channels < 16 * warps) {
+    return absl::StrCat("channels_tile ", channels, " gives ", warps,
+                        " warps less than one tile of 16 channels each");
+  }
+  if (point.at("split_fc1") > geometry.hidden / 128 ||
+      point.at("split_fc2") > geometry.intermediate / 128) {
+    return "more K slices than blocks of 128 input channels";
+  }
+  if (shared_bytes > problem.device.shared_bytes_max) {
+    return absl::StrCat("shared memory ", shared_bytes, " B exceeds the ",
+                        problem.device.shared_bytes_max, " B of a block on ",
+                        problem.device.target.ToString());
+  }
+  return "";
+}
+
+ParamSpace MxOrderPoints(
+    const Problem& problem, const std::vector<Axis>& axes, size_t points_max,
+    const std::function<std::string(const AxisPoint&)>& constraint,
+    const std::function<GroupedProduct(const AxisPoint&)>& product_of) {
+  // Of each tokens_tile, how many the interval's largest m is expected to have.
+  std::map<int64_t, double> tiles;
+  const RequestGeometry& geometry = problem.geometry;
+  const auto cost = [&](const AxisPoint& point) {
+    const int64_t tile = point.at("tokens_tile");
+    const auto [expected, is_new] = tiles.try_emplace(tile);
+    if (is_new) {
+      expected->second = FusedMoeTilesExpected(geometry, RowsOf(problem, tile),
+                                               problem.interval.m_max);
+    }
+    GroupedProduct fc1 = product_of(point);
+    GroupedProduct fc2 = fc1;
+    fc1.inputs = geometry.hidden;
+    fc1.outputs = 2 * geometry.intermediate;
+    fc1.split = point.at("split_fc1");
+    fc2.inputs = geometry.intermediate;
+    fc2.outputs = geometry.hidden;
+    fc2.split = point.at("split_fc2");
+    return GroupedCycles(problem, point, expected->second, fc1, fc2);
+  };
+  return OrderPoints(axes, {"stages"}, constraint, cost, points_max);
+}
+
+SourceUnit MxSupportUnit(const RequestGeometry& geometry, uint32_t version,
+                         absl::string_view compute_dtype,
+                         const std::string& defines) {
+  return MxCudaUnit(geometry, version, compute_dtype, 0, defines,
+                    {"kiln_mx_activate", "kiln_mx_combine", "kiln_mx_route"});
+}
+
+void AddMxSteps(const Problem& problem, const AxisPoint& assignment,
                 const MxOperands& operands, PlanBody* body) {
-  Template::AddSteps(problem, point, operands, body);
+  const RequestGeometry& geometry = problem.geometry;
+  const uint32_t tile = RowsOf(problem, assignment.at("tokens_tile"));
+  const uint64_t terms = MxActivationTerms(problem);
+  const auto channels = static_cast<uint32_t>(assignment.at("channels_tile"));
+  const auto threads = static_cast<uint32_t>(assignment.at("warps") * 32);
+  const auto split1 = static_cast<uint32_t>(assignment.at("split_fc1"));
+  const auto split2 = static_cast<uint32_t>(assignment.at("split_fc2"));
+  const auto hidden = static_cast<uint32_t>(geometry.hidden);
+  const auto inter = static_cast<uint32_t>(geometry.intermediate);
+  const auto experts = static_cast<uint32_t>(geometry.experts);
+  const auto top_k = static_cast<uint32_t>(geometry.top_k);
+  const uint32_t capacity = problem.interval.m_max;
+  const uint64_t routes = uint64_t{capacity} * top_k;
+
+  ArenaLayout& arena = body->arena;
+  const auto slice = [&arena](absl::string_view name, uint64_t bytes) {
+    return Arg::Arena(arena.Add(name, bytes));
+  };
+  const auto scales = [&](uint64_t values) {
+    return terms * values / kScaleBlock * operands.scale_bytes;
+  };
+  const Arg tiles =
+      slice("tiles", 16 * FusedMoeTilesMax(geometry, tile, capacity));
+  const Arg totals = slice("totals", 16);
+  const Arg rows = slice("rows", 8 * routes);
+  const Arg positions = slice("positions", 4 * routes);
+  const Arg x_values =
+      slice("x_values", operands.value_bytes * terms * hidden * capacity);
+  const Arg x_scales = slice("x_scales", scales(uint64_t{hidden} * capacity));
+  const Arg fc1 =
+      slice("fc1", split1 == 1 ? uint64_t{4} * inter * routes
+                               : uint64_t{8} * inter * split1 * routes);
+  const Arg mid_values =
+      slice("mid_values", operands.value_bytes * terms * inter * routes);
+  const Arg mid_scales = slice("mid_scales", scales(inter * routes));
+  const Arg fc2 =
+      slice("fc2", split2 == 1 ? uint64_t{2} * hidden * routes
+                               : uint64_t{4} * hidden * split2 * routes);
+
+  const auto p = [&](MxParam param) { return MxArg(geometry, param); };
+  using P = MxParam;
+  const LaunchDim one = LaunchDim::Constant(1);
+  // Warps that share a chunk of a token's channels, H512 or 128 of them.
+  const uint32_t chunk_warps =
+      geometry.mx.boundary == MxBoundary::kCoupled ? 4 : 1;
+  const uint32_t chunks = hidden / (kWarpChannels * chunk_warps);
+  const uint32_t route_chunks = kRouteThreads / 32 / chunk_warps;
+  const auto add = [body](absl::string_view label, uint32_t program,
+                          LaunchDim x, LaunchDim y, uint32_t block,
+                          uint32_t shared_bytes, std::vector<Arg> args) {
+    Step step;
+    step.label = std::string(label);
+    step.program = program;
+    step.entry = absl::StrCat("kiln_mx_", label);
+    step.grid = {x, y, LaunchDim::Constant(1)};
+    step.block = {block, 1, 1};
+    step.dynamic_shared_bytes = shared_bytes;
+    step.args = std::move(args);
+    body->steps.push_back(std::move(step));
+  };
+  const auto shared = static_cast<uint32_t>(operands.product_shared_bytes);
+  // Blocks beyond the experts rotate the tokens.
+  add("route", 0,
+      LaunchDim::Of(
+          {.mul = chunks, .add = route_chunks * experts, .div = route_chunks}),
+      one, kRouteThreads, 0,
+      {p(P::kTopkIds), rows, positions, tiles, totals, p(P::kX),
+       p(P::kGateUpSuh), x_values, x_scales, Arg::Tokens(), Arg::U32(tile)});
+  add("fc1", 1, FusedMoeTiles(geometry, tile, 2 * inter / channels),
+      LaunchDim::Constant(split1), threads, shared,
+      {x_values, x_scales, p(P::kW13), p(P::kW13Scale), rows, tiles, totals,
+       fc1, Arg::Tokens()});
+  add("activate", 0,
+      LaunchDim::Of({.mul = top_k * (inter / kWarpChannels),
+                     .add = 0,
+                     .div = kHelperWarps}),
+      one, kHelperThreads, 0,
+      {fc1, p(P::kRotations), rows, totals, mid_values, mid_scales,
+       Arg::Tokens(), Arg::U32(split1)});
+  add("fc2", 1, FusedMoeTiles(geometry, tile, hidden / channels),
+      LaunchDim::Constant(split2), threads, shared,
+      {mid_values, mid_scales, p(P::kW2), p(P::kW2Scale), tiles, totals, fc2,
+       Arg::Tokens()});
+  add("combine", 0,
+      LaunchDim::Of(
+          {.mul = chunks, .add = 0, .div = kHelperWarps / chunk_warps}),
+      one, kHelperThreads, 0,
+      {fc2, p(P::kDownSvh), p(P::kTopkWeights), positions, p(P::kOut),
+       Arg::Tokens(), Arg::U32(split2)});
 }
 
 const KernelTemplate* FusedMoeMxCudaTemplate() {

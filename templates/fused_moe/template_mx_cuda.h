@@ -6,10 +6,15 @@
 #define KILN_TEMPLATES_FUSED_MOE_TEMPLATE_MX_CUDA_H_
 
 #include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
 
+#include "absl/strings/string_view.h"
 #include "compiler/spec/kernel_template.h"
 #include "compiler/spec/plan.h"
 #include "templates/axes.h"
+#include "templates/fused_moe/grouped_cost.h"
 
 namespace kiln {
 
@@ -23,6 +28,40 @@ const KernelTemplate* FusedMoeMxCudaTemplate();
 // move by one step of E4M3, an eighth of itself. One such step is up to 5e-3 of
 // a row (intermediate 128, one route); not to quantise at all is 5e-2.
 inline constexpr double kMxOneTermTolerance = 1e-2;
+
+// Headers of mx_cuda.cu beside those of device/.
+inline constexpr const char* kMxCudaHeaders[] = {"cuda/grouped.h",
+                                                 "cuda/ring.h",
+                                                 "cuda/warp.h",
+                                                 "formats/npk_law.h",
+                                                 "fused_moe/code_row.h",
+                                                 "fused_moe/mx_block.h",
+                                                 "fused_moe/mx_boundary.h",
+                                                 "fused_moe/mx_fragment.h",
+                                                 "fused_moe/mx_scales.h",
+                                                 "fused_moe/mx_warp.h"};
+
+// Part 0 of mx_cuda.cu.
+//   defines: of the arm, and of how the products read their operands
+SourceUnit MxSupportUnit(const RequestGeometry& geometry, uint32_t version,
+                         absl::string_view compute_dtype,
+                         const std::string& defines);
+
+// The axes of the products: tokens_tile, channels_tile, k_tile, warps, stages,
+// split_fc1 and split_fc2.
+std::vector<Axis> MxProductAxes(std::vector<int64_t> k_tiles);
+
+// Empty, or the rule of both templates that a point of these axes breaks.
+//   shared_bytes: dynamic, of a block of either product
+std::string MxProductRule(const Problem& problem, const AxisPoint& point,
+                          int64_t shared_bytes);
+
+// OrderPoints by GroupedCycles.
+//   product_of: what both products of a point have in common
+ParamSpace MxOrderPoints(
+    const Problem& problem, const std::vector<Axis>& axes, size_t points_max,
+    const std::function<std::string(const AxisPoint&)>& constraint,
+    const std::function<GroupedProduct(const AxisPoint&)>& product_of);
 
 // How the two products read their operands.
 struct MxOperands {

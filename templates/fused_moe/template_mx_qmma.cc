@@ -1,6 +1,5 @@
 #include "templates/fused_moe/template_mx_qmma.h"
 
-#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,17 +17,7 @@
 namespace kiln {
 namespace {
 
-// Headers beside those of device/: of mx_cuda.cu's part 0, and of the products.
-constexpr const char* kSupportHeaders[] = {"cuda/grouped.h",
-                                           "cuda/ring.h",
-                                           "cuda/warp.h",
-                                           "formats/npk_law.h",
-                                           "fused_moe/code_row.h",
-                                           "fused_moe/mx_block.h",
-                                           "fused_moe/mx_boundary.h",
-                                           "fused_moe/mx_fragment.h",
-                                           "fused_moe/mx_scales.h",
-                                           "fused_moe/mx_warp.h"};
+// Headers of mx_qmma.cu beside those of device/.
 constexpr const char* kProductHeaders[] = {
     "cuda/e4m3.h",          "cuda/grouped.h",
     "cuda/ring.h",          "cuda/warp.h",
@@ -59,8 +48,8 @@ class Template : public KernelTemplate {
 
   Digest sources() const override {
     static const Digest digest = [] {
-      std::vector<std::string> files(std::begin(kSupportHeaders),
-                                     std::end(kSupportHeaders));
+      std::vector<std::string> files(std::begin(kMxCudaHeaders),
+                                     std::end(kMxCudaHeaders));
       for (const char* file :
            {"axes.cc", "cuda/e4m3.h", "fused_moe/code_product.h",
             "fused_moe/code_target.cc", "fused_moe/grouped_cost.cc",
@@ -96,20 +85,10 @@ class Template : public KernelTemplate {
 
   ParamSpace Enumerate(const Problem& problem,
                        size_t points_max) const override {
-    const std::vector<Axis> axes = Axes();
-    std::map<int64_t, double> tiles;
-    for (const int64_t tile : axes.front().values) {
-      tiles[tile] =
-          FusedMoeTilesExpected(problem.geometry, static_cast<uint32_t>(tile),
-                                problem.interval.m_max);
-    }
-    return OrderPoints(
-        axes, {"stages"},
+    return MxOrderPoints(
+        problem, Axes(), points_max,
         [&](const AxisPoint& point) { return Constraint(problem, point); },
-        [&](const AxisPoint& point) {
-          return Cost(problem, point, tiles.at(point.at("tokens_tile")));
-        },
-        points_max);
+        [&](const AxisPoint& point) { return ProductOf(problem, point); });
   }
 
   absl::StatusOr<PlanBody> MakeBody(
@@ -144,18 +123,6 @@ class Template : public KernelTemplate {
   std::vector<SourceUnit> MakeUnits(
       const RequestGeometry& geometry, const Target& target,
       const Assignment& assignment) const override {
-    SourceUnit support;
-    support.name = "fused_moe/mx_cuda.cu";
-    support.template_version = version();
-    support.compute_dtype = "e4m3";
-    support.text = absl::StrCat(MxPrelude(geometry),
-                                "#define KILN_PART 0\n"
-                                "#define KILN_ACTIVATION_BITS 8\n"
-                                "#define KILN_OPERAND_CODES 1\n",
-                                TemplateText(support.name));
-    support.headers =
-        CudaHeaders({std::begin(kSupportHeaders), std::end(kSupportHeaders)});
-    support.entries = {"kiln_mx_activate", "kiln_mx_combine", "kiln_mx_route"};
     SourceUnit products;
     products.name = "fused_moe/mx_qmma.cu";
     products.template_version = version();
@@ -169,19 +136,14 @@ class Template : public KernelTemplate {
     products.headers =
         CudaHeaders({std::begin(kProductHeaders), std::end(kProductHeaders)});
     products.entries = {"kiln_mx_fc1", "kiln_mx_fc2"};
-    return {std::move(support), std::move(products)};
+    return {MxSupportUnit(geometry, version(), "e4m3",
+                          "#define KILN_ACTIVATION_BITS 8\n"
+                          "#define KILN_OPERAND_CODES 1\n"),
+            std::move(products)};
   }
 
  private:
-  static std::vector<Axis> Axes() {
-    return {{"tokens_tile", {8, 16, 32, 48, 64, 96, 128}},
-            {"channels_tile", {64, 128, 256}},
-            {"k_tile", {kCodeDepth}},
-            {"warps", {4, 8}},
-            {"stages", {2, 3, 4, 6}},
-            {"split_fc1", {1, 2, 4, 8}},
-            {"split_fc2", {1, 2, 4}}};
-  }
+  static std::vector<Axis> Axes() { return MxProductAxes({kCodeDepth}); }
 
   // Empty, or the rule that the point breaks.
   static std::string Constraint(const Problem& problem,
@@ -193,41 +155,19 @@ class Template : public KernelTemplate {
       return absl::StrCat("the interval is that of the ", MxArmName(*arm),
                           " arm; E4M3 products serve W4A8 with one term");
     }
-    const int64_t channels = point.at("channels_tile");
-    const int64_t warps = point.at("warps");
-    if (geometry.intermediate % channels != 0 ||
-        geometry.hidden % channels != 0) {
-      return absl::StrCat(
-          "channels_tile ", channels, " does not divide intermediate ",
-          geometry.intermediate, " and hidden ", geometry.hidden);
-    }
-    if (channels < 16 * warps) {
-      return absl::StrCat("channels_tile ", channels, " gives ", warps,
-                          " warps less than one tile of 16 channels each");
-    }
-    std::string registers =
-        CodeRegistersRule(channels / 16 / warps, point.at("tokens_tile"));
-    if (!registers.empty()) return registers;
-    if (point.at("split_fc1") > geometry.hidden / 128 ||
-        point.at("split_fc2") > geometry.intermediate / 128) {
-      return "more K slices than blocks of 128 input channels";
-    }
-    const int64_t shared = SharedBytes(geometry, point);
-    if (shared > problem.device.shared_bytes_max) {
-      return absl::StrCat("shared memory ", shared, " B exceeds the ",
-                          problem.device.shared_bytes_max, " B of a block on ",
-                          problem.device.target.ToString());
-    }
-    return "";
+    std::string broken =
+        MxProductRule(problem, point, SharedBytes(geometry, point));
+    if (!broken.empty()) return broken;
+    return CodeRegistersRule(point.at("channels_tile") / 16 / point.at("warps"),
+                             point.at("tokens_tile"));
   }
 
   // The model of fused_moe.cuda, whose kernels have the same shape. Decoding is
   // that of mx_cuda.cu less the instructions that ptxas saves; an MMA counts as
   // half of one of binary16 for each of its two tiles. Nothing has been fitted
   // to a device.
-  //   tiles: how many the interval's largest m is expected to have.
-  static double Cost(const Problem& problem, const AxisPoint& point,
-                     double tiles) {
+  static GroupedProduct ProductOf(const Problem& problem,
+                                  const AxisPoint& point) {
     constexpr double kDecodeCycles = 46;
     constexpr double kUnalignedDecodeCycles = 57;  // bits not a multiple of 4
     constexpr double kMmaCycles = 4;
@@ -246,15 +186,7 @@ class Template : public KernelTemplate {
         k_tile * channels * bits / 128 + channels / 4 + k_tile * tile / 16;
     product.strip_registers = 16;
     product.shared_bytes = SharedBytes(geometry, point);
-    GroupedProduct fc1 = product;
-    fc1.inputs = geometry.hidden;
-    fc1.outputs = 2 * geometry.intermediate;
-    fc1.split = point.at("split_fc1");
-    GroupedProduct fc2 = product;
-    fc2.inputs = geometry.intermediate;
-    fc2.outputs = geometry.hidden;
-    fc2.split = point.at("split_fc2");
-    return GroupedCycles(problem, point, tiles, fc1, fc2);
+    return product;
   }
 };
 

@@ -417,10 +417,25 @@ TEST(BundleAttributesTest, GeometryOfTrellisMxComesBackFromItsFields) {
         TrellisMx{.limit = "10", .direct_max_tokens = 8},
         TrellisMx{.limit = "10",
         .direct_max_tokens = 16,
-        .remainder = Remainder::kRp2}}) {
+        .remainder = Remainder::kRp2},
+        TrellisMx{.limit = "10", .boundary = MxBoundary::kIdentity}}) {
     const RequestGeometry geometry = MxGeometry(mx);
     EXPECT_THAT(GeometryFromAttributes(GeometryAttributes(geometry)),
                 ::kiln::testing::IsOkAndHolds(geometry));
+  }
+}
+
+TEST(BundleAttributesTest, ABoundaryIsWrittenWhereItIsNotCoupledAlone) {
+  std::vector<CanonicalField> fields = GeometryAttributes(
+      MxGeometry({.limit = "10", .boundary = MxBoundary::kIdentity}));
+  const auto found =
+      std::find_if(fields.begin(), fields.end(),
+                   [](const auto& field) { return field.path == "boundary"; });
+  ASSERT_NE(found, fields.end());
+  for (const char* other : {"coupled", "none"}) {
+    found->value = other;
+    EXPECT_THAT(GeometryFromAttributes(fields),
+                StatusIs(kInvalid, HasSubstr("boundary")));
   }
 }
 

@@ -58,6 +58,10 @@ std::vector<float> RunCpuPlan(const PlanBody& body, const Steps& steps,
         std::memcpy(args.data() + offsets[i], &m, sizeof m);
         continue;
       }
+      if (arg.kind == ArgKind::kU64) {
+        std::memcpy(args.data() + offsets[i], &arg.value, sizeof arg.value);
+        continue;
+      }
       const void* at = nullptr;
       if (arg.kind == ArgKind::kArena) {
         at = arena.data() + body.arena.slices[arg.value].offset;

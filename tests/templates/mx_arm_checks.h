@@ -5,6 +5,7 @@
 #define KILN_TESTS_TEMPLATES_MX_ARM_CHECKS_H_
 
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -47,6 +48,59 @@ inline Problem MxDirectFor(DeviceProfile device, uint32_t m_min, uint32_t m_max,
 inline std::vector<Assignment> AllPoints(const KernelTemplate& from,
                                          const Problem& problem) {
   return from.Enumerate(problem, 100000).points;
+}
+
+// The same without a boundary; neither axis is a multiple of 256.
+inline Problem MxIdentityFor(DeviceProfile device, uint32_t m_min,
+                             uint32_t m_max) {
+  Problem problem = MxProblemFor(std::move(device), m_min, m_max);
+  problem.geometry.hidden = 640;
+  problem.geometry.mx.boundary = MxBoundary::kIdentity;
+  return problem;
+}
+
+// Of an identity request: no parameter is a vector, and its kernels get null in
+// the place of each.
+//   wanted: of how many arguments
+inline void ExpectNoVectors(const KernelTemplate& from,
+                            const DeviceProfile& device, size_t wanted) {
+  for (const Interval interval : {Interval{1, 8}, Interval{9, 33}}) {
+    const Problem problem =
+        MxIdentityFor(device, interval.m_min, interval.m_max);
+    const std::vector<Assignment> points = AllPoints(from, problem);
+    ASSERT_FALSE(points.empty());
+    for (size_t i = 0; i < points.size(); i += 9) {
+      ASSERT_OK_AND_ASSIGN(const PlanBody body,
+                           from.MakeBody(problem, points[i]));
+      std::vector<std::string> names;
+      for (const ParamDecl& param : body.params) names.push_back(param.name);
+      ASSERT_THAT(names,
+                  ::testing::ElementsAre("x", "topk_ids", "topk_weights", "w13",
+                                         "w2", "w13_scale", "w2_scale", "out"));
+      size_t nulls = 0;
+      for (const Step& step : body.steps) {
+        for (const Arg& arg : step.args) {
+          if (arg == Arg::U64(0)) ++nulls;
+          if (arg.kind == ArgKind::kParam) {
+            ASSERT_LT(arg.value, names.size());
+          }
+        }
+      }
+      ASSERT_EQ(nulls, wanted);
+      // A coupled request of the same shape is another program.
+      Problem coupled = problem;
+      coupled.geometry.mx.boundary = MxBoundary::kCoupled;
+      const auto text = [&](const Problem& of) {
+        return from.MakeUnits(of.geometry, of.device.target, points[i])
+            .front()
+            .text;
+      };
+      ASSERT_THAT(text(problem),
+                  ::testing::HasSubstr("#define KILN_COUPLED 0\n"));
+      ASSERT_THAT(text(coupled),
+                  ::testing::HasSubstr("#define KILN_COUPLED 1\n"));
+    }
+  }
 }
 
 inline void ExpectTheOtherArmIsNoCandidate(const KernelTemplate& from,

@@ -38,6 +38,7 @@ RequestGeometry GeometryOf(const Variant& v) {
   const auto limit = std::bit_cast<float>(v.limit_bits);
   g.mx.limit =
       std::isinf(limit) ? "inf" : std::to_string(static_cast<int>(limit));
+  g.mx.boundary = v.coupled ? MxBoundary::kCoupled : MxBoundary::kIdentity;
   g.mx.smallm_max_tokens = v.activation_bits == 16 ? 64 : 0;
   if (v.activation_terms == 2) {
     g.mx.direct_max_tokens = 64;
@@ -74,9 +75,12 @@ inline RequestGeometry WithRemainder(RequestGeometry g, uint32_t limit) {
 // other.
 struct MxCall {
   MxCall(const RequestGeometry& g, uint32_t tokens, uint64_t seed)
-      : random(seed), buffers(kMxParamCount) {
-    const std::vector<uint64_t> bytes = MxBytes(g, tokens);
-    for (size_t i = 0; i < kMxParamCount; ++i) buffers[i].resize(bytes[i]);
+      : random(seed) {
+    problem.geometry = g;
+    problem.tokens = tokens;
+    for (const uint64_t bytes : MxBytes(g, tokens)) {
+      buffers.emplace_back(bytes, '\0');
+    }
     const auto h = static_cast<size_t>(g.hidden);
     const auto i = static_cast<size_t>(g.intermediate);
     for (const MxParam stream : {MxParam::kW13, MxParam::kW2}) {
@@ -84,25 +88,19 @@ struct MxCall {
       const std::vector<uint16_t> words = random.Words(count);
       std::memcpy(at(stream).data(), words.data(), 2 * count);
     }
-    for (const MxParam scales : {MxParam::kW13Scale, MxParam::kW2Scale}) {
-      for (char& byte : at(scales)) {
-        byte = static_cast<char>(124 + random.Next() % 5);
-      }
-    }
+    const bool coupled = g.mx.boundary == MxBoundary::kCoupled;
     const double fc1 = 0.4 / std::sqrt(static_cast<double>(h));
     const double fc2 = 0.4 / std::sqrt(static_cast<double>(i));
-    FillScales(&at(MxParam::kGateUpSuh), 0, h, 1);
-    FillScales(&at(MxParam::kDownSvh), 0, h, fc2);
-    for (size_t e = 0; e < static_cast<size_t>(g.experts); ++e) {
-      std::string& table = at(MxParam::kRotations);
-      FillScales(&table, 6 * e * i, 2 * i, fc1);
-      FillScales(&table, (6 * e + 2) * i, i, 1);
-      const auto draw = static_cast<uint8_t>((e + 1) % 8);
-      FillSigns(&table, (6 * e + 3) * i,
-                CoupledSigns(draw, SignAxis::kPre, 2 * i));
-      FillSigns(&table, (6 * e + 5) * i,
-                CoupledSigns(draw, SignAxis::kPost, i));
+    for (const MxParam scales : {MxParam::kW13Scale, MxParam::kW2Scale}) {
+      // What is no table's to shrink, they do.
+      const double size = scales == MxParam::kW13Scale ? fc1 : fc2;
+      const long shift = coupled ? 0 : std::lround(std::log2(size));
+      for (char& byte : at(scales)) {
+        byte = static_cast<char>(124 + shift +
+                                 static_cast<long>(random.Next() % 5));
+      }
     }
+    if (coupled) FillVectors(g, fc1, fc2);
     const auto k = static_cast<size_t>(g.top_k);
     for (size_t c = 0; c < tokens * h; ++c) {
       const auto value = static_cast<float>(2 * random.Symmetric());
@@ -122,9 +120,7 @@ struct MxCall {
       const auto weight = static_cast<float>(random.Symmetric());
       std::memcpy(at(MxParam::kTopkWeights).data() + 4 * r, &weight, 4);
     }
-    problem.geometry = g;
-    problem.tokens = tokens;
-    for (size_t s = 0; s < kMxParamCount; ++s) {
+    for (size_t s = 0; s < buffers.size(); ++s) {
       problem.slots[s] = buffers[s].data();
     }
   }
@@ -132,7 +128,12 @@ struct MxCall {
   MxCall(const MxCall&) = delete;
   MxCall& operator=(const MxCall&) = delete;
 
-  std::string& at(MxParam param) { return buffers[static_cast<size_t>(param)]; }
+  std::string& at(MxParam param) {
+    return buffers[MxSlot(problem.geometry, param)];
+  }
+
+  // Of the output.
+  size_t out_slot() const { return MxSlot(problem.geometry, MxParam::kOut); }
 
   void SetId(const RequestGeometry& g, size_t route, int64_t id) {
     std::string& ids = at(MxParam::kTopkIds);
@@ -141,6 +142,24 @@ struct MxCall {
     } else {
       const auto narrow = static_cast<int32_t>(id);
       std::memcpy(ids.data() + 4 * route, &narrow, 4);
+    }
+  }
+
+  //   fc1, fc2: size of the scales behind each product
+  void FillVectors(const RequestGeometry& g, double fc1, double fc2) {
+    const auto h = static_cast<size_t>(g.hidden);
+    const auto i = static_cast<size_t>(g.intermediate);
+    FillScales(&at(MxParam::kGateUpSuh), 0, h, 1);
+    FillScales(&at(MxParam::kDownSvh), 0, h, fc2);
+    for (size_t e = 0; e < static_cast<size_t>(g.experts); ++e) {
+      std::string& table = at(MxParam::kRotations);
+      FillScales(&table, 6 * e * i, 2 * i, fc1);
+      FillScales(&table, (6 * e + 2) * i, i, 1);
+      const auto draw = static_cast<uint8_t>((e + 1) % 8);
+      FillSigns(&table, (6 * e + 3) * i,
+                CoupledSigns(draw, SignAxis::kPre, 2 * i));
+      FillSigns(&table, (6 * e + 5) * i,
+                CoupledSigns(draw, SignAxis::kPost, i));
     }
   }
 

@@ -69,7 +69,7 @@ std::vector<float> RunPlan(const MxCpuVariant& v, const MxCall& call,
     return {};
   }
   return testing::RunCpuPlan(
-      *body, v.steps, call.problem.slots, static_cast<size_t>(MxParam::kOut),
+      *body, v.steps, call.problem.slots, call.out_slot(),
       static_cast<uint32_t>(call.problem.tokens), v.hidden, poison);
 }
 
@@ -162,14 +162,16 @@ TEST_P(MxCpuKernelTest, NanInATokenStaysInItsRow) {
 
 // Variants that differ in axes and lanes alone are candidates of one request.
 TEST(MxCpuKernelTest, AllCandidatesOfAnArmGiveEqualBits) {
-  std::map<std::tuple<uint32_t, int, int64_t, int64_t>, std::vector<float>>
+  std::map<std::tuple<uint32_t, int, bool, int64_t, int64_t>,
+           std::vector<float>>
       first;
   size_t compared = 0;
   for (const MxCpuVariant& v : MxCpuVariants()) {
     const MxCall call(GeometryOf(v), 9, 8);
     const std::vector<float> out = RunPlan(v, call, 9, 0xFF);
     const auto [it, inserted] = first.try_emplace(
-        {v.hidden, v.bits, v.activation_bits, v.activation_terms}, out);
+        {v.hidden, v.bits, v.coupled, v.activation_bits, v.activation_terms},
+        out);
     if (inserted) continue;
     ++compared;
     EXPECT_EQ(
@@ -182,8 +184,10 @@ TEST(MxCpuKernelTest, AllCandidatesOfAnArmGiveEqualBits) {
 
 // What `kiln prepare` writes is what the op reads: the kernel over a prepared
 // layer against the reference over the sidecar it came from.
-TEST(MxCpuKernelTest, RunsOnAPreparedLayer) {
-  const NpkMetadata metadata = testing::SmallNpk();
+//   uses: variants that there must be
+void ExpectRunsOnAPreparedLayer(NpkBoundary boundary, size_t uses) {
+  NpkMetadata metadata = testing::SmallNpk();
+  metadata.boundary = boundary;
   const testing::ScratchFolder scratch;
   const std::string folder = scratch.path();
   const std::string name =
@@ -209,15 +213,18 @@ TEST(MxCpuKernelTest, RunsOnAPreparedLayer) {
   for (const MxCpuVariant& v : MxCpuVariants()) {
     if (v.hidden != metadata.hidden || v.inter != metadata.intermediate ||
         v.experts != metadata.experts || v.bits != metadata.bits || !v.x_bf16 ||
-        v.id_i64) {
+        v.id_i64 || v.coupled != (boundary == NpkBoundary::kCoupled)) {
       continue;
     }
     ++used;
     MxCall call(GeometryOf(v), 6, 9);
     call.problem.geometry.mx.limit = metadata.limit;
     const std::vector<ParamDecl> params = MxParams(call.problem.geometry);
-    for (size_t s = static_cast<size_t>(MxParam::kW13);
-         s <= static_cast<size_t>(MxParam::kDownSvh); ++s) {
+    // No tensor is left over, and none is missing.
+    ASSERT_EQ(tensors.size(),
+              call.out_slot() - static_cast<size_t>(MxParam::kW13));
+    for (size_t s = static_cast<size_t>(MxParam::kW13); s < call.out_slot();
+         ++s) {
       ASSERT_TRUE(tensors.count(params[s].name)) << params[s].name;
       ASSERT_OK_AND_ASSIGN(const auto bytes,
                            layer.Bytes(*tensors[params[s].name]));
@@ -243,7 +250,12 @@ TEST(MxCpuKernelTest, RunsOnAPreparedLayer) {
           << v.name << " row " << i / v.hidden << ", column " << i % v.hidden;
     }
   }
-  EXPECT_EQ(used, 2u);
+  EXPECT_EQ(used, uses);
+}
+
+TEST(MxCpuKernelTest, RunsOnAPreparedLayer) {
+  ExpectRunsOnAPreparedLayer(NpkBoundary::kCoupled, 2);
+  ExpectRunsOnAPreparedLayer(NpkBoundary::kIdentity, 1);
 }
 
 }  // namespace

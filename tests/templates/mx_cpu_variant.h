@@ -24,7 +24,7 @@ struct MxCpuVariant {
   uint32_t hidden, inter, experts, top_k;
   int bits;
   uint32_t limit_bits;
-  bool x_bf16, id_i64;
+  bool x_bf16, id_i64, coupled;
   int64_t activation_bits, activation_terms, tokens_tile, channels_tile,
       row_group;
   std::map<std::string, MxCpuStep> steps;  // by entry

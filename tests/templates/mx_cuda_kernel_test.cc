@@ -129,8 +129,7 @@ std::vector<float> RunPlan(const MxCudaVariant& v, const MxCall& call,
   }
   return testing::gpu::RunPlan(
       *body, v.entries, static_cast<uint32_t>(call.problem.tokens),
-      call.problem.slots, static_cast<uint64_t>(MxParam::kOut), v.hidden,
-      poison, order);
+      call.problem.slots, call.out_slot(), v.hidden, poison, order);
 }
 
 // RunPlan of a variant, for mx_plan_checks.h.
@@ -229,14 +228,16 @@ TEST(MxCudaKernelTest, IdsAreTestedInTheirOwnWidth) {
 
 // Variants that differ in axes alone are candidates of one request.
 TEST(MxCudaKernelTest, AllCandidatesWithTheSameSlicesGiveEqualBits) {
-  std::map<std::tuple<uint32_t, int, int64_t, int64_t>, std::vector<float>>
+  std::map<std::tuple<uint32_t, int, bool, int64_t, int64_t>,
+           std::vector<float>>
       first;
   size_t compared = 0;
   for (const MxCudaVariant& v : MxCudaVariants()) {
     const MxCall call(GeometryOf(v), 9, 8);
     const std::vector<float> out = RunPlan(v, call, 9, 0xFF);
     const auto [it, inserted] = first.try_emplace(
-        {v.hidden, v.bits, v.activation_bits, v.activation_terms}, out);
+        {v.hidden, v.bits, v.coupled, v.activation_bits, v.activation_terms},
+        out);
     if (inserted) continue;
     ++compared;
     EXPECT_EQ(

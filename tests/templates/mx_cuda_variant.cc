@@ -57,6 +57,7 @@ MxCudaVariant KILN_JOIN(KILN_PREFIX, Variant)() {
       .limit_bits = KILN_LIMIT_BITS,
       .x_bf16 = KILN_X_BF16 != 0,
       .id_i64 = KILN_ID_I64 != 0,
+      .coupled = KILN_COUPLED != 0,
       .activation_bits = KILN_ACTIVATION_BITS,
       .activation_terms = KILN_ACTIVATION_TERMS,
       .tokens_tile = KILN_TOKENS_TILE,

@@ -18,7 +18,7 @@ struct MxCudaVariant {
   uint32_t hidden, inter, experts, top_k;
   int bits;
   uint32_t limit_bits;
-  bool x_bf16, id_i64;
+  bool x_bf16, id_i64, coupled;
   int64_t activation_bits, activation_terms, tokens_tile, channels_tile, k_tile,
       warps, stages;
   std::map<std::string, gpu::Entry> entries;

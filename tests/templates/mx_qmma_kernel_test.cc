@@ -183,8 +183,7 @@ std::vector<float> RunPlan(const MxQmmaVariant& v, const MxCall& call,
   }
   return testing::gpu::RunPlan(
       *body, v.entries, static_cast<uint32_t>(call.problem.tokens),
-      call.problem.slots, static_cast<uint64_t>(MxParam::kOut), v.hidden,
-      poison, order);
+      call.problem.slots, call.out_slot(), v.hidden, poison, order);
 }
 
 // RunPlan of a variant, for mx_plan_checks.h.

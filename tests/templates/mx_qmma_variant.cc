@@ -58,6 +58,7 @@ MxQmmaVariant KILN_JOIN(KILN_PREFIX, Variant)() {
       .limit_bits = KILN_LIMIT_BITS,
       .x_bf16 = KILN_X_BF16 != 0,
       .id_i64 = KILN_ID_I64 != 0,
+      .coupled = KILN_COUPLED != 0,
       .activation_bits = KILN_ACTIVATION_BITS,
       .activation_terms = 1,
       .block_scaled = KILN_BLOCK_SCALED != 0,

@@ -19,7 +19,7 @@ struct MxQmmaVariant {
   uint32_t hidden, inter, experts, top_k;
   int bits;
   uint32_t limit_bits;
-  bool x_bf16, id_i64;
+  bool x_bf16, id_i64, coupled;
   int64_t activation_bits;   // 8
   int64_t activation_terms;  // 1
   bool block_scaled;

@@ -15,6 +15,7 @@
 #include "runtime/bundle_format.h"
 #include "templates/device/hadamard.h"
 #include "templates/device/half.h"
+#include "templates/fused_moe/mx_reference.h"
 #include "templates/linear/op.h"
 #include "templates/linear/workload.h"
 #include "tests/support/linear_product.h"
@@ -62,8 +63,23 @@ constexpr DrawKind kAll[] = {DrawKind::kUniform, DrawKind::kRagged,
                              DrawKind::kZipf,    DrawKind::kHot,
                              DrawKind::kExtreme, DrawKind::kOneTerm};
 
+RequestGeometry Mx(MxBoundary boundary) {
+  RequestGeometry geometry = FusedMoe();
+  geometry.hidden = boundary == MxBoundary::kCoupled ? 512 : 640;
+  geometry.weights.format = WeightFormat::kTrellisMx;
+  geometry.weights.bits = {.gate = 3, .up = 3, .down = 3};
+  geometry.recipe = Recipe::kW4A8;
+  geometry.mx = {.limit = "10", .boundary = boundary};
+  return geometry;
+}
+
 std::vector<RequestGeometry> Geometries() {
-  return {FusedMoe(), Linear(), Linear(false, DType::kF16), Qsrt()};
+  return {FusedMoe(),
+          Linear(),
+          Linear(false, DType::kF16),
+          Qsrt(),
+          Mx(MxBoundary::kCoupled),
+          Mx(MxBoundary::kIdentity)};
 }
 
 TEST(OpContractTest, BuffersAgreeWithParametersAndWithTheWorkload) {
@@ -343,6 +359,42 @@ TEST(LinearBuffersTest, GoldenInputsGiveOutputsOfOrderOne) {
         Variance(LinearProduct(weights, x, Sums::kSequential));
     EXPECT_GT(variance, 0.1);
     EXPECT_LT(variance, 10);
+  }
+}
+
+// What golden replay would compute over TrellisMX weights, likewise.
+TEST(MxBuffersTest, GoldenInputsGiveOutputsOfOrderOne) {
+  for (const MxBoundary boundary :
+       {MxBoundary::kCoupled, MxBoundary::kIdentity}) {
+    const RequestGeometry geometry = Mx(boundary);
+    constexpr uint32_t kTokens = 4;
+    const std::vector<BufferFill> fills =
+        ContractOf(geometry).Buffers(geometry);
+    std::vector<std::string> buffers(fills.size());
+    MxProblem problem;
+    problem.geometry = geometry;
+    problem.tokens = kTokens;
+    for (uint32_t s = 0; s < fills.size(); ++s) {
+      const BufferFill& fill = fills[s];
+      const uint64_t bytes = fill.bytes + kTokens * fill.bytes_per_token;
+      for (uint64_t j = 0; j < bytes / fill.element_bytes; ++j) {
+        const uint64_t random = kiln_golden_random(s, j);
+        const uint64_t value = fill.kind == BufferFill::Kind::kIndices
+                                   ? random % fill.a
+                                   : (random & fill.a) | fill.b;
+        buffers[s].append(reinterpret_cast<const char*>(&value),
+                          fill.element_bytes);
+      }
+      problem.slots[s] = buffers[s].data();
+    }
+    std::vector<double> out(kTokens * static_cast<size_t>(geometry.hidden));
+    const std::vector<int64_t> rows = {0, 1, 2, 3};
+    MxReferenceRows(problem, rows, ReferenceMode::kFloat64, out.data(), 1);
+    double squares = 0;
+    for (const double value : out) squares += value * value;
+    const double rms = std::sqrt(squares / static_cast<double>(out.size()));
+    EXPECT_GT(rms, 1e-3) << geometry.ToString();
+    EXPECT_LT(rms, 1e3) << geometry.ToString();
   }
 }
 

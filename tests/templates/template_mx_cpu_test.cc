@@ -104,6 +104,25 @@ TEST(FusedMoeMxCpuTemplateTest, ARemainderIsTwoTermsUpToTheLimitAlone) {
   testing::ExpectTwoTermsUpToTheLimitAlone(*FusedMoeMxCpuTemplate(), Device());
 }
 
+TEST(FusedMoeMxCpuTemplateTest, AnIdentityRequestHasNoVectors) {
+  testing::ExpectNoVectors(*FusedMoeMxCpuTemplate(), Device(), 3);
+}
+
+// Without H512 a block of rotate or combine has 128 channels.
+TEST(FusedMoeMxCpuTemplateTest, StepsOfAnIdentityRequestCoverItsChannels) {
+  const Problem problem = testing::MxIdentityFor(Device(), 9, 33);
+  for (const Assignment& point : SpaceOf(problem).points) {
+    ASSERT_OK_AND_ASSIGN(const PlanBody body,
+                         FusedMoeMxCpuTemplate()->MakeBody(problem, point));
+    for (const uint32_t m : {9u, 33u}) {
+      for (const size_t step : {1u, 4u}) {
+        ASSERT_EQ(body.steps[step].grid[0].Evaluate(m), m);
+        ASSERT_EQ(body.steps[step].grid[1].Evaluate(m), 5u);
+      }
+    }
+  }
+}
+
 TEST(FusedMoeMxCpuTemplateTest, StepsCoverEveryRowChannelAndRoute) {
   for (const Interval interval : {Interval{1, 8}, Interval{9, 33}}) {
     const Problem problem = ProblemFor(interval.m_min, interval.m_max);
@@ -211,6 +230,23 @@ TEST(MxBytesTest, AreTheShapesTimesTheirElements) {
                           16 * 3 * 8 * 256 * 4, 16 * 4 * 3 * 256 * 4, 1024 * 2,
                           16 * 6 * 384 * 2, 1024 * 2, 7 * 1024 * 4));
   EXPECT_EQ(MxParams(g).size(), kMxParamCount);
+}
+
+TEST(MxBytesTest, OfAnIdentityRequestHaveNoVectorsAndWholePanels) {
+  const RequestGeometry g = testing::MxIdentityFor(Device(), 1, 1).geometry;
+  // H 640, so that rows of w2_scale are three panels of 256.
+  EXPECT_THAT(
+      MxBytes(g, 7),
+      ElementsAre(7 * 640 * 2, 7 * 4 * 4, 7 * 4 * 4, 2 * 16 * 40 * 24 * 48 * 2,
+                  16 * 24 * 40 * 48 * 2, 16 * 3 * 5 * 256 * 4,
+                  16 * 3 * 3 * 256 * 4, 7 * 640 * 4));
+  EXPECT_EQ(MxSlot(g, MxParam::kW2Scale), 6u);
+  EXPECT_EQ(MxSlot(g, MxParam::kOut), 7u);
+  EXPECT_EQ(MxArg(g, MxParam::kOut), Arg::Param(7));
+  EXPECT_EQ(MxArg(g, MxParam::kRotations), Arg::U64(0));
+  const std::vector<ParamDecl> params = MxParams(g);
+  EXPECT_EQ(params.back().name, "out");
+  EXPECT_EQ(params[6].shape, "[experts, 3, intermediate/128, 256]");
 }
 
 }  // namespace

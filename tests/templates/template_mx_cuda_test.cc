@@ -1,5 +1,6 @@
 #include "templates/fused_moe/template_mx_cuda.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <iterator>
 #include <map>
@@ -174,6 +175,42 @@ TEST(FusedMoeMxCudaTemplateTest, TilesOfTwoTermsHaveHalfTheRows) {
     // All of them race.
     EXPECT_EQ(tiles_seen, (std::set<int64_t>{8, 16, 32, 48, 64, 96, 128}));
   }
+}
+
+TEST(FusedMoeMxCudaTemplateTest, AnIdentityRequestHasNoVectors) {
+  testing::ExpectNoVectors(*FusedMoeMxCudaTemplate(), Device(), 3);
+}
+
+// Without H512 every warp of route and combine has 128 channels of its own.
+TEST(FusedMoeMxCudaTemplateTest, StepsOfAnIdentityRequestCoverItsChannels) {
+  for (const Interval interval : {Interval{1, 8}, Interval{9, 33}}) {
+    const Problem problem =
+        testing::MxIdentityFor(Device(), interval.m_min, interval.m_max);
+    const std::vector<Assignment> points = SpaceOf(problem).points;
+    for (size_t i = 0; i < points.size(); i += 5) {
+      const PlanBody body = BodyOf(problem, points[i]);
+      SCOPED_TRACE(body.Label());
+      ASSERT_EQ(640 % points[i].at("channels_tile"), 0);
+      for (uint32_t m = interval.m_min; m <= interval.m_max; ++m) {
+        ASSERT_EQ(body.steps[0].grid[0].Evaluate(m), 16 + (m * 5 + 31) / 32);
+        ASSERT_EQ(body.steps[4].grid[0].Evaluate(m), (m * 5 + 3) / 4);
+      }
+    }
+  }
+}
+
+// 32 channels are an atom of a sidecar, and no tile.
+TEST(FusedMoeMxCudaTemplateTest, ChannelsThatNoTileDividesHaveNoCandidate) {
+  Problem problem = testing::MxIdentityFor(Device(), 9, 33);
+  problem.geometry.intermediate = 160;
+  const ParamSpace space = SpaceOf(problem);
+  EXPECT_THAT(space.points, IsEmpty());
+  const auto tiles = [](const auto& reject) {
+    return absl::StrContains(reject.reason,
+                             "does not divide intermediate 160 and hidden 640");
+  };
+  EXPECT_EQ(std::count_if(space.rejects.begin(), space.rejects.end(), tiles),
+            3);  // each of 64, 128 and 256
 }
 
 TEST(FusedMoeMxCudaTemplateTest, StepsCoverEveryRowChannelAndRoute) {

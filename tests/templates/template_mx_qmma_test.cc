@@ -151,6 +151,21 @@ TEST(FusedMoeMxQmmaTemplateTest, SharesTheStepsOfTheOtherTemplate) {
   }
 }
 
+TEST(FusedMoeMxQmmaTemplateTest, AnIdentityRequestHasItsCandidatesToo) {
+  for (const Target& target : {kFold, kScaled}) {
+    const Problem problem =
+        testing::MxIdentityFor(AssumedProfile(target), 9, 33);
+    const std::vector<Assignment> points = SpaceOf(problem).points;
+    ASSERT_FALSE(points.empty());
+    const PlanBody body = BodyOf(problem, points.front());
+    EXPECT_EQ(body.params.size(), 8u);
+    EXPECT_EQ(SliceBytes(body, "x_values"), 640 * 33);
+    const std::vector<SourceUnit> units = FusedMoeMxQmmaTemplate()->MakeUnits(
+        problem.geometry, target, points.front());
+    EXPECT_THAT(units[0].text, HasSubstr("#define KILN_COUPLED 0\n"));
+  }
+}
+
 TEST(FusedMoeMxQmmaTemplateTest, LegalPointsKeepTheRulesOfTheReadme) {
   for (const Target& target : {kFold, kScaled}) {
     const Problem problem = ProblemFor(target);

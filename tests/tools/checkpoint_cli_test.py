@@ -98,7 +98,7 @@ class CheckpointCliTest(CliTest):
                          code=4)
         self.assertIn('"hidden" 512, "intermediate" 128 (of one of 2 ranks), '
                       '"experts" 1, "weights" {"format": "trellis_mx", "bits": '
-                      '2, "limit": "10"}', done.stderr)
+                      '2, "limit": "10", "boundary": "coupled"}', done.stderr)
         done = self.kiln("--json", "prepare", self.at("npk"), "-o",
                          self.at("out"), "--layer", "0", "--tp", "1/2")
         answer = json.loads(done.stdout)
@@ -147,6 +147,38 @@ class CheckpointCliTest(CliTest):
                         ["--boundary", "none"]):
             self.kiln("encode", self.at("real"), "-o", self.at("other"),
                       "--format", "npk1", *options, code=2)
+
+    def test_identity_sidecars_are_listed_and_prepared_without_vectors(self):
+        write_real_checkpoint(self.at("real"), hidden=128, intermediate=256,
+                              experts=1)
+        self.kiln("encode", self.at("real"), "-o", self.at("npk"), "--format",
+                  "npk1", "--bits", "2", "--tp", "2", "--boundary", "identity")
+        layer, = json.loads(
+            self.kiln("--json", "describe", self.at("npk")).stdout)
+        self.assertEqual(layer["boundary"], "identity")
+        done = self.kiln("describe", self.at("npk"), "-o", self.at("m.json"),
+                         code=4)
+        self.assertIn('"hidden" 128, "intermediate" 128 (of one of 2 ranks), ',
+                      done.stderr)
+        self.assertIn('"limit": "inf", "boundary": "identity"} and "recipe"',
+                      done.stderr)
+        done = self.kiln("--json", "prepare", self.at("npk"), "-o",
+                         self.at("out"), "--layer", "0", "--tp", "1/2")
+        answer = json.loads(done.stdout)
+        self.assertEqual(answer["geometry"],
+                         "npk1 H128 I128 E1 K2 identity limit inf")
+        with open(answer["file"], "rb") as handle:
+            header = json.loads(handle.read(
+                int.from_bytes(handle.read(8), "little")))
+        self.assertEqual(set(header) - {"__metadata__"},
+                         {"w13", "w2", "w13_scale", "w2_scale"})
+        # A slice of 64 channels is a sidecar, which no kernel reads.
+        self.kiln("encode", self.at("real"), "-o", self.at("thin"), "--format",
+                  "npk1", "--bits", "2", "--tp", "4", "--boundary", "identity")
+        done = self.kiln("prepare", self.at("thin"), "-o", self.at("out"),
+                         "--layer", "0", "--tp", "1/4", code=2)
+        self.assertIn("hidden 128 and intermediate_local 64 must be multiples "
+                      "of 128", done.stderr)
 
     def test_encode_refuses_bad_input(self):
         write_real_checkpoint(self.at("real"), intermediate=64)

@@ -884,6 +884,19 @@ class MissingThingsTest(CliTest):
              "direct_max_tokens": 4, "remainder": "rp2", "capacities": [4, 9]},
             "fused_moe.mx_cuda", (8, 8))
 
+    @need_nvrtc
+    def test_identity_layers_compile_all_arms_for_gpu_targets(self):
+        for name, limits, bits in (
+                ("mx-id", {"smallm_max_tokens": 4}, (16, 8)),
+                ("mx-id-direct", {"direct_max_tokens": 4, "remainder": "rp2"},
+                 (8, 8))):
+            self.expect_compiled(
+                {**REQUEST, "name": name, "hidden": 640, "recipe": "w4a8",
+                 "weights": {"format": "trellis_mx", "bits": 4, "limit": "10",
+                             "boundary": "identity"},
+                 **limits, "capacities": [4, 9]},
+                "fused_moe.mx_cuda", bits)
+
     # Two candidates are one of each way to decode.
     @need_nvrtc
     def test_qsrt_compiles_both_arms_for_gpu_targets(self):

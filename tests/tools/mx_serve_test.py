@@ -20,6 +20,9 @@ REQUEST = {
     "recipe": "w4a8", "smallm_max_tokens": 4, "capacities": [1, 4, 8]}
 # The direct arm instead of the small-M one.
 DIRECT = {"smallm_max_tokens": 0, "direct_max_tokens": 4, "remainder": "rp2"}
+# Layers without a boundary, of which each arm is served.
+IDENTITY = {"hidden": 384, "weights": {**REQUEST["weights"],
+                                       "boundary": "identity"}}
 LIMITS = ["--target", "cpu", "--max-candidates", "1"]
 
 
@@ -207,6 +210,57 @@ class DirectServeTest(unittest.TestCase):
         self.assertNotEqual(done.returncode, 0)
         self.assertIn('"smallm_max_tokens" is 4, must be 0 or missing where '
                       '"direct_max_tokens" is 4', done.stderr)
+
+
+class IdentityServeTest(unittest.TestCase):
+    """A bundle of identity layers: with the small-M arm, and with the direct
+    one and its remainder."""
+
+    @classmethod
+    def setUpClass(cls):
+        if not os.access(small_bundle.BIN / "kiln-cc-cpu", os.X_OK):
+            raise unittest.SkipTest("this build has no kiln-cc-cpu")
+        cls.scratch = tempfile.TemporaryDirectory()
+        cls.folder = pathlib.Path(cls.scratch.name)
+        cls.bundle = small_bundle.make(
+            cls.folder, "identity", {**REQUEST, **IDENTITY},
+            {**REQUEST, **IDENTITY, **DIRECT, "name": "direct"})
+        cls.cache = cls.folder / "identity.cache"
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.scratch.cleanup()
+
+    def test_every_count_passes_the_oracle_of_its_arm(self):
+        for entry in ("moe", "direct"):
+            for tokens in (1, 3, 4, 5, 8):
+                done = kiln("run", self.bundle, "--entry", entry, "--tokens",
+                            tokens, "--check", "--allow-unqualified")
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertIn("PASS", done.stdout)
+
+    def test_every_plan_repeats_its_digest(self):
+        done = kiln("verify", self.bundle, "--selftest", "--allow-unqualified")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(done.stdout.count("passed"), 6)
+
+    def test_the_bundle_says_which_boundary_it_is_for(self):
+        done = kiln("inspect", self.bundle)
+        self.assertIn("trellis_mx K3 identity silu limit 10 w4a8 small-m 4",
+                      done.stdout)
+        self.assertIn("trellis_mx K3 identity silu limit 10 w4a8 direct 4 rp2",
+                      done.stdout)
+
+    def test_a_coupled_layer_of_the_shape_is_another_plan(self):
+        same = {**REQUEST, **IDENTITY, "hidden": 512}
+        path = manifest(self.folder, **{
+            **IDENTITY, "hidden": 512, "weights": REQUEST["weights"]})
+        small_bundle.make(self.folder, "wide", same)
+        done = kiln("--cache", self.folder / "wide.cache", "freeze", path,
+                    *LIMITS, "-o", self.folder / "other.kiln",
+                    "--allow-unqualified")
+        self.assertEqual(done.returncode, 3, done.stdout)
+        self.assertIn("no plan for moe m 1..1", done.stderr)
 
 
 if __name__ == "__main__":

@@ -623,6 +623,46 @@ TEST(ParseTrellisMxTest, ADefaultLimitOfTheDirectArmInsideAnIntervalIsRefused) {
                   "it")));
 }
 
+// kMx without a boundary, and another H.
+std::string IdentityText(const std::string& hidden) {
+  return absl::StrReplaceAll(
+      kMx,
+      {{"\"limit\": \"10\"", "\"limit\": \"10\", \"boundary\": \"identity\""},
+       {"1024", hidden}});
+}
+
+TEST(ParseTrellisMxTest, TheBoundaryIsCoupledUnlessItSaysIdentity) {
+  ASSERT_OK_AND_ASSIGN(const Manifest silent, ParseManifest(kMx, "f"));
+  EXPECT_EQ(silent.requests[0].geometry.mx.boundary, MxBoundary::kCoupled);
+  ASSERT_OK_AND_ASSIGN(
+      const Manifest coupled,
+      ParseManifest(
+          absl::StrReplaceAll(IdentityText("1024"), {{"identity", "coupled"}}),
+          "f"));
+  EXPECT_EQ(coupled.requests[0].geometry, silent.requests[0].geometry);
+  EXPECT_EQ(ManifestToJson(coupled), ManifestToJson(silent));
+  // Nothing has blocks of 512 channels.
+  ASSERT_OK_AND_ASSIGN(const Manifest identity,
+                       ParseManifest(IdentityText("640"), "f"));
+  EXPECT_EQ(identity.requests[0].geometry.hidden, 640);
+  EXPECT_EQ(identity.requests[0].geometry.mx.boundary, MxBoundary::kIdentity);
+  const std::string text = ManifestToJson(identity);
+  ASSERT_OK_AND_ASSIGN(const Manifest again, ParseManifest(text, "again"));
+  EXPECT_EQ(again.requests[0].geometry, identity.requests[0].geometry);
+  ExpectGolden(text, "manifest.v1/trellis-mx-identity.json");
+}
+
+TEST(ParseTrellisMxTest, BothBoundariesOfOneShapeAreTwoRequests) {
+  ASSERT_OK_AND_ASSIGN(Manifest manifest, ParseManifest(kMx, "f"));
+  Request identity = manifest.requests[0];
+  identity.name = "identity";
+  identity.geometry.mx.boundary = MxBoundary::kIdentity;
+  manifest.requests.push_back(identity);
+  ASSERT_OK_AND_ASSIGN(const std::vector<PlannedRequest> planned,
+                       Canonicalize(manifest, 0));
+  EXPECT_EQ(planned.size(), 2u);
+}
+
 std::vector<BadInput> BadMxInputs() {
   const std::string decimal =
       ", must be \"inf\" or a decimal of at least 0.015625, without exponent "
@@ -630,7 +670,12 @@ std::vector<BadInput> BadMxInputs() {
   return {
       {"CodebookOfExl3", "\"bits\": 4", "\"codebook\": \"mcg\", \"bits\": 4",
        "m.json:16:6: unknown key \"codebook\" in \"weights\"; known: format, "
-       "bits, limit"},
+       "bits, limit, boundary"},
+      {"UnknownBoundary", "\"10\"", "\"10\", \"boundary\": \"none\"",
+       "m.json:16:44: \"boundary\" is \"none\", must be one of \"coupled\", "
+       "\"identity\""},
+      {"BoundaryAsNumber", "\"10\"", "\"10\", \"boundary\": 0",
+       "m.json:16:44: \"boundary\" must be a string, found 0"},
       {"UnknownKey", "\"top_k\"", "\"smallm\": 4, \"top_k\"",
        "m.json:11:4: unknown key \"smallm\" in request; known: name, op, "
        "layers, hidden, intermediate, experts, top_k, activation, io_dtype, "
@@ -710,6 +755,24 @@ class BadMxTest : public ::testing::TestWithParam<BadInput> {};
 
 INSTANTIATE_TEST_SUITE_P(Inputs, BadMxTest, ::testing::ValuesIn(BadMxInputs()),
                          [](const auto& input) { return input.param.name; });
+
+TEST(ParseTrellisMxTest, ChannelsBesideAWordOfScalesAreRefused) {
+  EXPECT_THAT(
+      ParseManifest(IdentityText("576"), "m.json"),
+      StatusIs(
+          absl::StatusCode::kInvalidArgument,
+          Eq("m.json:8:14: \"hidden\" is 576, must be a multiple of 128 (a "
+             "word of prepared scales, which identity layers have too)")));
+  EXPECT_THAT(
+      ParseManifest(absl::StrReplaceAll(
+                        IdentityText("640"),
+                        {{"\"intermediate\": 128", "\"intermediate\": 160"}}),
+                    "m.json"),
+      StatusIs(absl::StatusCode::kInvalidArgument,
+               Eq("m.json:9:20: \"intermediate\" is 160, must be a multiple of "
+                  "128 (a word of prepared scales, which identity layers have "
+                  "too)")));
+}
 
 TEST_P(BadMxTest, IsRefusedWithPlaceValueAndRule) {
   const BadInput& input = GetParam();

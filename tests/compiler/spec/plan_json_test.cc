@@ -21,6 +21,7 @@ using ::kiln::testing::IsOkAndHolds;
 using ::kiln::testing::SampleLinear;
 using ::kiln::testing::SampleMxDirectGeometry;
 using ::kiln::testing::SampleMxGeometry;
+using ::kiln::testing::SampleMxIdentityGeometry;
 using ::kiln::testing::SamplePlan;
 using ::kiln::testing::SampleQsrtGeometry;
 using ::kiln::testing::StatusIs;
@@ -54,6 +55,22 @@ TEST(PlanJsonTest, RoundTripsEveryFieldOfTrellisMx) {
   EXPECT_THAT(PlanFromJson(PlanToJson(plan)), IsOkAndHolds(plan));
   plan.geometry.mx.remainder = Remainder::kNone;
   EXPECT_THAT(PlanFromJson(PlanToJson(plan)), IsOkAndHolds(plan));
+  plan.geometry = SampleMxIdentityGeometry();
+  EXPECT_THAT(PlanFromJson(PlanToJson(plan)), IsOkAndHolds(plan));
+}
+
+TEST(PlanJsonTest, OnlyThePlanOfAnIdentityLayerNamesItsBoundary) {
+  Plan plan = SamplePlan();
+  plan.geometry = SampleMxDirectGeometry();
+  EXPECT_THAT(PlanToJson(plan), Not(HasSubstr("boundary")));
+  plan.geometry = SampleMxIdentityGeometry();
+  const std::string text = PlanToJson(plan);
+  EXPECT_THAT(text, HasSubstr("\"boundary\":\"identity\""));
+  for (const char* other : {"coupled", "none"}) {
+    EXPECT_THAT(PlanFromJson(absl::StrReplaceAll(text, {{"identity", other}})),
+                StatusIs(absl::StatusCode::kDataLoss,
+                         HasSubstr("boundary is unknown")));
+  }
 }
 
 TEST(PlanJsonTest, OnlyThePlanOfADirectArmNamesIt) {

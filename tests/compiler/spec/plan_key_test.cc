@@ -182,6 +182,17 @@ TEST(PlanKeyTest, FieldsOfTheDirectArmMoveTheDigestAndAreNamedAlone) {
   }
 }
 
+// The boundary that is not the usual one is a field more.
+TEST(PlanKeyTest, TheBoundaryMovesTheDigestAndIsNamedAlone) {
+  Inputs coupled;
+  coupled.geometry = SampleMxDirectGeometry();
+  Inputs identity = coupled;
+  identity.geometry.mx.boundary = MxBoundary::kIdentity;
+  EXPECT_NE(identity.Key().digest, coupled.Key().digest);
+  EXPECT_EQ(DifferingPaths(coupled.Key().preimage, identity.Key().preimage),
+            std::vector<std::string>{"request/boundary"});
+}
+
 TEST(PlanKeyTest, FieldsOfQsrtMoveTheDigestAndAreNamedAlone) {
   Inputs base;
   base.geometry = SampleQsrtGeometry();

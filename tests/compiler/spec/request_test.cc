@@ -15,6 +15,7 @@ namespace {
 using ::kiln::testing::SampleGeometry;
 using ::kiln::testing::SampleMxDirectGeometry;
 using ::kiln::testing::SampleMxGeometry;
+using ::kiln::testing::SampleMxIdentityGeometry;
 using ::kiln::testing::SampleQsrtGeometry;
 using ::testing::ElementsAre;
 
@@ -59,6 +60,9 @@ TEST(RequestGeometryTest, PrintsTrellisMx) {
   EXPECT_EQ(geometry.ToString(),
             "fused_moe H2048 I768 E128 k8 trellis_mx K3 silu limit 7.5 w4a8 "
             "direct 8 bf16 i32");
+  EXPECT_EQ(SampleMxIdentityGeometry().ToString(),
+            "fused_moe H2048 I768 E128 k8 trellis_mx K3 identity silu limit "
+            "7.5 w4a8 direct 8 rp2 bf16 i32");
 }
 
 TEST(RequestGeometryTest, PrintsQsrt) {
@@ -151,6 +155,12 @@ TEST(RequestGeometryTest, TheDirectArmAddsItsFieldsToTheKeyOfTrellisMx) {
                   "request/limit=7.5", "request/smallm_max_tokens=0",
                   "request/direct_max_tokens=8", "request/remainder=rp2",
                   "request/recipe=w4a8", "request/deterministic=true"));
+}
+
+TEST(RequestGeometryTest, TheIdentityBoundaryIsAFieldOfTheKeyTheCoupledIsNot) {
+  std::vector<std::string> fields = Encoded(SampleMxDirectGeometry());
+  fields.insert(fields.end() - 2, "request/boundary=identity");
+  EXPECT_EQ(Encoded(SampleMxIdentityGeometry()), fields);
 }
 
 TEST(RequestGeometryTest, AKeyOfQsrtHasItsOwnFieldsOfWeights) {

@@ -48,6 +48,13 @@ inline RequestGeometry SampleMxDirectGeometry() {
   return geometry;
 }
 
+// The same without a boundary.
+inline RequestGeometry SampleMxIdentityGeometry() {
+  RequestGeometry geometry = SampleMxDirectGeometry();
+  geometry.mx.boundary = MxBoundary::kIdentity;
+  return geometry;
+}
+
 // The same over QSRT weights.
 inline RequestGeometry SampleQsrtGeometry() {
   RequestGeometry geometry;

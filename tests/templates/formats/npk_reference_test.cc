@@ -12,6 +12,7 @@
 
 #include "device/half.h"
 #include "templates/formats/npk_encode.h"
+#include "templates/fused_moe/mx_reference.h"
 #include "tests/support/npk_writer.h"
 #include "tests/support/status_matchers.h"
 
@@ -159,6 +160,78 @@ TEST(NpkReferenceTest, WithoutRoundingItIsThePlainExpert) {
           << bits;
     }
   }
+}
+
+// A coupled layer of neutral vectors against an identity layer. Each H128 then
+// meets itself, so what is left is a butterfly over the four quarters of 512
+// channels, on both sides of the layer, and the order of rows: the boundary
+// takes neurons from atoms of gate and up in turn.
+TEST(NpkReferenceTest, NeutralVectorsGiveTheIdentityArm) {
+  constexpr size_t kHidden = 1024;
+  constexpr size_t kInter = 256;
+  constexpr size_t kInner = 128;
+  constexpr uint16_t kOne = 0x3C00;
+  std::mt19937_64 random(11);
+  std::normal_distribution<double> normal(0, 0.03);
+  const auto matrix = [&] {
+    std::vector<double> values(kHidden * kInter);
+    for (double& value : values) value = normal(random);
+    return values;
+  };
+  MxExpert::Weights plain;
+  plain.gate = matrix();
+  plain.up = matrix();
+  plain.down = matrix();
+  // The butterfly, its own inverse, of channel c: +-1/2 of the channels of the
+  // same place in all four quarters.
+  const auto mixed = [](const auto& at, size_t c) {
+    const size_t base = c / 512 * 512 + c % kInner;
+    const size_t quarter = c % 512 / kInner;
+    double sum = 0;
+    for (size_t q = 0; q < 4; ++q) {
+      const bool minus = std::popcount(q & quarter) % 2 == 1;
+      sum += (minus ? -0.5 : 0.5) * at(base + q * kInner);
+    }
+    return sum;
+  };
+  MxExpert::Weights coupled = plain;
+  for (size_t n = 0; n < 2 * kInter; ++n) {
+    const std::vector<double>& from = n % 2 == 0 ? plain.gate : plain.up;
+    std::vector<double>& to = n / 32 % 2 == 0 ? coupled.gate : coupled.up;
+    const size_t row = n / 64 * 32 + n % 32;
+    for (size_t c = 0; c < kHidden; ++c) {
+      to[row * kHidden + c] =
+          mixed([&](size_t k) { return from[n / 2 * kHidden + k]; }, c);
+    }
+  }
+  for (size_t c = 0; c < kHidden; ++c) {
+    for (size_t i = 0; i < kInter; ++i) {
+      coupled.down[c * kInter + i] =
+          mixed([&](size_t k) { return plain.down[k * kInter + i]; }, c);
+    }
+  }
+  coupled.suh.assign(kHidden, kOne);
+  coupled.inner.assign(3 * kInter, kOne);
+  coupled.signs.assign(3 * kInter, kOne);
+  coupled.svh.assign(kHidden, kOne);
+  std::vector<double> x(kHidden);
+  for (double& value : x)
+    value = kd::round_f16(static_cast<float>(30 * normal(random)));
+  const auto run = [&](const MxExpert::Weights& weights, ReferenceMode mode) {
+    const MxExpert expert(weights, 10, mode);
+    std::vector<double> out = expert.Run(x);
+    if (!weights.suh.empty()) MxFinish(mode, out);
+    return out;
+  };
+  const auto error = [&](ReferenceMode mode) {
+    return RelativeError(run(coupled, mode), run(plain, mode));
+  };
+  EXPECT_LT(error(ReferenceMode::kFloat64), 1e-13);
+  // Of binary16 in front of each product and behind it.
+  EXPECT_LT(error(ReferenceMode::kStaged), 1.5e-3);
+  // Vectors that are not neutral are another layer.
+  coupled.inner[kInter + 5] = 0x4000;
+  EXPECT_GT(error(ReferenceMode::kFloat64), 1e-3);
 }
 
 TEST(NpkReferenceTest, StagesCostWhatThreeBitsOfActivationsCost) {

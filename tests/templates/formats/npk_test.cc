@@ -191,6 +191,15 @@ TEST(NpkRulesTest, V2RefusesAMissingTensor) {
   ExpectRefused(
       Check(WithHeaderText(file, file.substr(begin, end - begin), "")), 2,
       "\"w2_scale\" is missing");
+  // A coupled layer needs each of its vectors.
+  for (const std::string name :
+       {"gate_up_suh", "inner_scales", "down_svh", "sign_draw"}) {
+    const size_t from = file.find(",\"" + name + "\":{");
+    ASSERT_NE(from, std::string::npos) << name;
+    const size_t to = file.find('}', from) + 1;
+    ExpectRefused(Check(WithHeaderText(file, file.substr(from, to - from), "")),
+                  2, "\"" + name + "\" is missing");
+  }
 }
 
 // ---- V3: the places --------------------------------------------------------
