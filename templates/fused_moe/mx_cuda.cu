@@ -220,20 +220,30 @@ __device__ __forceinline__ void RotateBlock(const u16* __restrict__ x,
 
 }  // namespace
 
-// Blocks beyond the experts rotate and round x, kRotations chunks each.
+// Blocks beyond those that sort the routes rotate and round x, kRotations
+// chunks each.
 extern "C" __global__ void __launch_bounds__(kRouteThreads)
-    kiln_mx_route(const RouteId* __restrict__ ids, Row* __restrict__ rows,
-                  u32* __restrict__ positions, Tile* __restrict__ tiles,
-                  Totals* __restrict__ totals, const u16* __restrict__ x,
-                  const u16* __restrict__ suh, Value* __restrict__ x_values,
-                  Scale* __restrict__ x_scales, u32 tokens, u32 tokens_tile) {
+    kiln_mx_route(const RouteId* __restrict__ ids, const u32* counts,
+                  Row* __restrict__ rows, u32* __restrict__ positions,
+                  Tile* __restrict__ tiles, Totals* __restrict__ totals,
+                  const u16* __restrict__ x, const u16* __restrict__ suh,
+                  Value* __restrict__ x_values, Scale* __restrict__ x_scales,
+                  u32 tokens, u32 segments, u32 length, u32 tokens_tile) {
   kd::BeginStep();
-  if (blockIdx.x < kExperts) {
-    kd::RouteBlock<kExperts>(ids, rows, positions, tiles, totals,
-                             tokens * kTopK, tokens_tile);
+  if (blockIdx.x < segments) {
+    kd::PlaceSegment<kExperts, 0>(ids, counts, rows, positions, tiles, totals,
+                                  tokens * kTopK, length, tokens_tile);
   } else {
-    RotateBlock(x, suh, x_values, x_scales, tokens, blockIdx.x - kExperts);
+    RotateBlock(x, suh, x_values, x_scales, tokens, blockIdx.x - segments);
   }
+}
+
+// Of many routes: what kiln_mx_route sorts them by.
+extern "C" __global__ void __launch_bounds__(kRouteThreads)
+    kiln_mx_count(const RouteId* __restrict__ ids, u32* __restrict__ counts,
+                  u32 tokens, u32 length) {
+  kd::BeginStep();
+  kd::CountSegment<kExperts>(ids, counts, tokens * kTopK, length);
 }
 
 // Between the products: 128 neurons of one sorted row per warp. Coupled ones

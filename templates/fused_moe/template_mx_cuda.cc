@@ -12,12 +12,12 @@
 #include "templates/fused_moe/grouped_cost.h"
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/op_mx.h"
+#include "templates/fused_moe/route_segments.h"
 #include "templates/registry.h"
 
 namespace kiln {
 namespace {
 
-constexpr uint32_t kRouteThreads = 1024;
 constexpr uint32_t kHelperThreads = 128;
 constexpr uint32_t kHelperWarps = kHelperThreads / 32;
 constexpr uint32_t kScaleBlock = 32;
@@ -87,7 +87,7 @@ class Template : public KernelTemplate {
       for (const char* file :
            {"axes.cc", "fused_moe/grouped_cost.cc", "fused_moe/mx_cuda.cu",
             "fused_moe/op.cc", "fused_moe/op_mx.cc",
-            "fused_moe/template_mx_cuda.cc"}) {
+            "fused_moe/route_segments.h", "fused_moe/template_mx_cuda.cc"}) {
         files.push_back(file);
       }
       return TemplateSourcesDigest(files);
@@ -286,7 +286,8 @@ SourceUnit MxSupportUnit(const RequestGeometry& geometry, uint32_t version,
                          absl::string_view compute_dtype,
                          const std::string& defines) {
   return MxCudaUnit(geometry, version, compute_dtype, 0, defines,
-                    {"kiln_mx_activate", "kiln_mx_combine", "kiln_mx_route"});
+                    {"kiln_mx_activate", "kiln_mx_combine", "kiln_mx_count",
+                     "kiln_mx_route"});
 }
 
 void AddMxSteps(const Problem& problem, const AxisPoint& assignment,
@@ -337,7 +338,7 @@ void AddMxSteps(const Problem& problem, const AxisPoint& assignment,
   const uint32_t chunk_warps =
       geometry.mx.boundary == MxBoundary::kCoupled ? 4 : 1;
   const uint32_t chunks = hidden / (kWarpChannels * chunk_warps);
-  const uint32_t route_chunks = kRouteThreads / 32 / chunk_warps;
+  const uint32_t route_chunks = kRouteWarps / chunk_warps;
   const auto add = [body](absl::string_view label, uint32_t program,
                           LaunchDim x, LaunchDim y, uint32_t block,
                           uint32_t shared_bytes, std::vector<Arg> args) {
@@ -352,13 +353,22 @@ void AddMxSteps(const Problem& problem, const AxisPoint& assignment,
     body->steps.push_back(std::move(step));
   };
   const auto shared = static_cast<uint32_t>(operands.product_shared_bytes);
-  // Blocks beyond the experts rotate the tokens.
+  // Blocks beyond those that sort the routes rotate the tokens.
+  const RouteSegments segments = RouteSegmentsOf(routes);
+  Arg counts = Arg::U64(0);
+  if (segments.counted()) {
+    counts = slice("counts", segments.counts_bytes(experts));
+    add("count", 0, segments.counting_blocks(top_k), one, kRouteThreads, 0,
+        {p(P::kTopkIds), counts, Arg::Tokens(), Arg::U32(segments.length)});
+  }
   add("route", 0,
-      LaunchDim::Of(
-          {.mul = chunks, .add = route_chunks * experts, .div = route_chunks}),
-      one, kRouteThreads, 0,
-      {p(P::kTopkIds), rows, positions, tiles, totals, p(P::kX),
-       p(P::kGateUpSuh), x_values, x_scales, Arg::Tokens(), Arg::U32(tile)});
+      LaunchDim::Of({.mul = chunks,
+                     .add = route_chunks * segments.count,
+                     .div = route_chunks}),
+      one, kRouteThreads, RouteSharedBytes(experts),
+      {p(P::kTopkIds), counts, rows, positions, tiles, totals, p(P::kX),
+       p(P::kGateUpSuh), x_values, x_scales, Arg::Tokens(),
+       Arg::U32(segments.count), Arg::U32(segments.length), Arg::U32(tile)});
   add("fc1", 1, FusedMoeTiles(geometry, tile, 2 * inter / channels),
       LaunchDim::Constant(split1), threads, shared,
       {x_values, x_scales, p(P::kW13), p(P::kW13Scale), rows, tiles, totals,

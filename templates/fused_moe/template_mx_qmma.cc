@@ -54,8 +54,8 @@ class Template : public KernelTemplate {
            {"axes.cc", "cuda/e4m3.h", "fused_moe/code_product.h",
             "fused_moe/code_target.cc", "fused_moe/grouped_cost.cc",
             "fused_moe/mx_cuda.cu", "fused_moe/mx_qmma.cu", "fused_moe/op.cc",
-            "fused_moe/op_mx.cc", "fused_moe/template_mx_cuda.cc",
-            "fused_moe/template_mx_qmma.cc"}) {
+            "fused_moe/op_mx.cc", "fused_moe/route_segments.h",
+            "fused_moe/template_mx_cuda.cc", "fused_moe/template_mx_qmma.cc"}) {
         files.push_back(file);
       }
       return TemplateSourcesDigest(files);

@@ -24,6 +24,7 @@
 #define KILN_JOIN(a, b) KILN_JOIN_(a, b)
 #define KILN_TEXT_(x) #x
 #define KILN_TEXT(x) KILN_TEXT_(x)
+#define kiln_mx_count KILN_JOIN(KILN_PREFIX, Count)
 #define kiln_mx_route KILN_JOIN(KILN_PREFIX, Route)
 #define kiln_mx_fc1 KILN_JOIN(KILN_PREFIX, Fc1)
 #define kiln_mx_activate KILN_JOIN(KILN_PREFIX, Activate)
@@ -66,7 +67,8 @@ MxQmmaVariant KILN_JOIN(KILN_PREFIX, Variant)() {
       .channels_tile = KILN_CHANNELS_TILE,
       .warps = KILN_WARPS,
       .stages = KILN_STAGES,
-      .entries = {{"kiln_mx_route", gpu::EntryOf(support::kiln_mx_route)},
+      .entries = {{"kiln_mx_count", gpu::EntryOf(support::kiln_mx_count)},
+                  {"kiln_mx_route", gpu::EntryOf(support::kiln_mx_route)},
                   {"kiln_mx_activate", gpu::EntryOf(support::kiln_mx_activate)},
                   {"kiln_mx_combine", gpu::EntryOf(support::kiln_mx_combine)},
                   {"kiln_mx_fc1", gpu::EntryOf(product::kiln_mx_fc1)},
