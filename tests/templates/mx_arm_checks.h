@@ -4,6 +4,8 @@
 #ifndef KILN_TESTS_TEMPLATES_MX_ARM_CHECKS_H_
 #define KILN_TESTS_TEMPLATES_MX_ARM_CHECKS_H_
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -193,6 +195,38 @@ inline void ExpectTwoTermsUpToTheLimitAlone(const KernelTemplate& from,
   EXPECT_THAT(from.MakeBody(beyond, two_terms),
               StatusIs(absl::StatusCode::kInvalidArgument,
                        ::testing::HasSubstr("axes, expected")));
+}
+
+// One step sorts the routes, and both products read what it wrote.
+inline void ExpectBothProductsReadOneRouteMap(
+    const KernelTemplate& from, const Problem& problem,
+    const std::vector<const char*>& map) {
+  const std::vector<Assignment> points = AllPoints(from, problem);
+  ASSERT_FALSE(points.empty());
+  for (size_t i = 0; i < points.size(); i += 7) {
+    ASSERT_OK_AND_ASSIGN(const PlanBody body,
+                         from.MakeBody(problem, points[i]));
+    const auto reads = [&body](const Step& step, const char* slice) {
+      return std::any_of(step.args.begin(), step.args.end(),
+                         [&](const Arg& arg) {
+                           return arg.kind == ArgKind::kArena &&
+                                  body.arena.slices[arg.value].name == slice;
+                         });
+    };
+    int sorts = 0;
+    int products = 0;
+    for (const Step& step : body.steps) {
+      sorts += step.label == "route" ? 1 : 0;
+      const bool product = step.label == "fc1" || step.label == "fc2";
+      products += product ? 1 : 0;
+      if (!product && step.label != "route") continue;
+      for (const char* slice : map) {
+        EXPECT_TRUE(reads(step, slice)) << step.label << " " << slice;
+      }
+    }
+    EXPECT_EQ(sorts, 1);
+    EXPECT_EQ(products, 2);
+  }
 }
 
 }  // namespace kiln::testing

@@ -203,6 +203,13 @@ TEST(FusedMoeMxCpuTemplateTest, BothTermsOfAnActivationHaveNumbersAndScales) {
   }
 }
 
+TEST(FusedMoeMxCpuTemplateTest, BothProductsReadOneRouteMap) {
+  for (const Problem& problem : {ProblemFor(9, 32), ProblemFor(1, 8)}) {
+    testing::ExpectBothProductsReadOneRouteMap(
+        *FusedMoeMxCpuTemplate(), problem, {"tile_expert", "tile_routes"});
+  }
+}
+
 TEST(FusedMoeMxCpuTemplateTest, AProgramHasTheArmTheLimitAndItsHeaders) {
   const Problem problem = ProblemFor(9, 32);
   const std::vector<SourceUnit> units = FusedMoeMxCpuTemplate()->MakeUnits(

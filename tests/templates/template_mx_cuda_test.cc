@@ -325,6 +325,13 @@ TEST(FusedMoeMxCudaTemplateTest, StepsNameEntriesOfTheirProgram) {
   }
 }
 
+TEST(FusedMoeMxCudaTemplateTest, BothProductsReadOneRouteMap) {
+  for (const Problem& problem : {ProblemFor(9, 32), ProblemFor(1, 8)}) {
+    testing::ExpectBothProductsReadOneRouteMap(*FusedMoeMxCudaTemplate(),
+                                               problem, {"tiles", "totals"});
+  }
+}
+
 // Routing and the boundary do not depend on the axes: all candidates of an arm
 // share that program.
 TEST(FusedMoeMxCudaTemplateTest, CandidatesShareTheSupportProgram) {

@@ -66,6 +66,11 @@ TEST(FusedMoeMxQmmaTemplateTest, ServesItsFormatWhereTensorCoresMultiplyE4m3) {
   }
 }
 
+TEST(FusedMoeMxQmmaTemplateTest, BothProductsReadOneRouteMap) {
+  testing::ExpectBothProductsReadOneRouteMap(
+      *FusedMoeMxQmmaTemplate(), ProblemFor(kScaled), {"tiles", "totals"});
+}
+
 TEST(FusedMoeMxQmmaTemplateTest, ServesArmsOfE4m3WithOneTerm) {
   EXPECT_FALSE(SpaceOf(ProblemFor(kScaled)).points.empty());
   const ParamSpace small = SpaceOf(ProblemFor(kScaled, 5, 8));
