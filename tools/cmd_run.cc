@@ -182,8 +182,9 @@ absl::StatusOr<int> RunRun(const GlobalOptions& global,
       RuntimeStatus(kiln_entry_plan(plan.entry(), &info, &error), error));
   ASSIGN_OR_RETURN(const std::unique_ptr<OpBench> bench,
                    OpBench::Create(device.get(), *geometry, command.seed));
-  Runner runner(command, bench.get(), &plan,
-                PromiseOf(info.numerics_class, info.tolerance));
+  Runner runner(
+      command, bench.get(), &plan,
+      PromiseOf(info.numerics_class, info.tolerance, info.deterministic != 0));
   ASSIGN_OR_RETURN(const RunResult result, runner.Run());
   Print(global, command, device->profile(), info, result);
   return result.verdict.passed ? kExitDone : kExitFailed;

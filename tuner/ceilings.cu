@@ -22,22 +22,6 @@ using kd::u64;
 constexpr u32 kThreads = 512;
 constexpr u32 kTilesResident = 16;  // in shared memory, read round and round
 
-#if KILN_CEILING == 2
-// The hashes alone, as a matrix instruction that adds up a codebook's parts
-// takes them.
-__device__ __forceinline__ void HashFragment(const kd::SpanBits& bits,
-                                             u32 x[8]) {
-  if constexpr (KILN_BITS == 4) {
-    kd::HashNeighbours<KILN_CODEBOOK, 4, 7>(bits, x);
-    kd::HashNeighbours<KILN_CODEBOOK, 4, 6>(bits, x);
-    kd::HashNeighbours<KILN_CODEBOOK, 4, 5>(bits, x);
-    kd::HashNeighbours<KILN_CODEBOOK, 4, 4>(bits, x);
-  } else {
-    kd::HashFrom<KILN_CODEBOOK, KILN_BITS, 0>(bits, x);
-  }
-}
-#endif
-
 // a ^ b ^ c as one instruction.
 __device__ __forceinline__ u32 Xor3(u32 a, u32 b, u32 c) {
   u32 d;
@@ -88,8 +72,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       kd::DecodeFragment<KILN_CODEBOOK, KILN_BITS>(bits, a);
       sum = Xor3(Xor3(sum, a[0], a[1]), a[2], a[3]);
 #else
+      // The hashes alone, as a matrix instruction that adds up a codebook's
+      // parts takes them.
       u32 x[8];
-      HashFragment(bits, x);
+      kd::HashFragment<KILN_CODEBOOK, KILN_BITS, false>(bits, x);
       sum = Xor3(Xor3(sum, x[0], x[1]), x[2], x[3]);
       sum = Xor3(Xor3(sum, x[4], x[5]), x[6], x[7]);
 #endif

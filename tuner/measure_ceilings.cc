@@ -259,13 +259,13 @@ absl::StatusOr<double> SecondsOf(Device* device,
                      [&] { return plan.Launch(1, params, nullptr, 0); });
 }
 
-absl::StatusOr<Ceilings> MeasureGpu(Device* device, const CompilerSetup& setup,
-                                    const MeasureOptions& options) {
-  struct Case {
-    Loop loop;
-    TrellisRate rate;
-  };
+// A ceiling, and of which weights.
+struct Case {
+  Loop loop;
+  TrellisRate rate;
+};
 
+std::vector<Case> GpuCases(const MeasureOptions& options) {
   std::vector<Case> cases = {{Loop::kRead, {Codebook::kMcg, 4}},
                              {Loop::kMma, {Codebook::kMcg, 4}}};
   for (const Loop loop : {Loop::kDecode, Loop::kHash}) {
@@ -275,10 +275,13 @@ absl::StatusOr<Ceilings> MeasureGpu(Device* device, const CompilerSetup& setup,
       }
     }
   }
-  std::vector<SourceUnit> units;
-  for (const Case& test : cases) {
-    units.push_back(LoopUnit(test.loop, test.rate.first, test.rate.second));
-  }
+  return cases;
+}
+
+absl::StatusOr<Ceilings> MeasureGpu(Device* device, const CompilerSetup& setup,
+                                    const MeasureOptions& options) {
+  const std::vector<Case> cases = GpuCases(options);
+  const std::vector<SourceUnit> units = CeilingUnits(options);
   options.progress(absl::StrCat("compiling ", units.size(), " programs"));
   ASSIGN_OR_RETURN(
       const std::vector<std::shared_ptr<const Program>> programs,
@@ -318,6 +321,14 @@ absl::StatusOr<Ceilings> MeasureGpu(Device* device, const CompilerSetup& setup,
 }
 
 }  // namespace
+
+std::vector<SourceUnit> CeilingUnits(const MeasureOptions& options) {
+  std::vector<SourceUnit> units;
+  for (const Case& test : GpuCases(options)) {
+    units.push_back(LoopUnit(test.loop, test.rate.first, test.rate.second));
+  }
+  return units;
+}
 
 absl::StatusOr<Ceilings> MeasureCeilings(Device* device,
                                          const CompilerSetup& setup,

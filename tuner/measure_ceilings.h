@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "compiler/spec/plan.h"
 #include "compiler/toolchain_probe.h"
 #include "tuner/ceilings.h"
 #include "tuner/device.h"
@@ -32,6 +33,9 @@ struct MeasureOptions {
 absl::StatusOr<Ceilings> MeasureCeilings(Device* device,
                                          const CompilerSetup& setup,
                                          const MeasureOptions& options);
+
+// The programs that MeasureCeilings compiles for a GPU.
+std::vector<SourceUnit> CeilingUnits(const MeasureOptions& options);
 
 // ceilings.cu as (name, text); generated.
 const std::vector<std::pair<std::string, std::string>>& CeilingKernels();

@@ -68,6 +68,9 @@ struct Promise {
   double one_term_error_max = 0;
   // The same of a row of a uniform draw against `oracle`.
   double tolerance = 0;
+  // Equal tokens have equal bits; otherwise sums have no order, and their rows
+  // differ by no more than that explains.
+  bool bits_repeat = true;
 };
 
 // By numerics class. "w4a16.f16.sequential" promises the bits of
@@ -86,7 +89,8 @@ struct Promise {
 // draws of "mx.w4a8.fold32" and "qsrt.w4a8." are held against kStagedW4A8,
 // those of all others against the float64 oracle. Of an unknown class only the
 // tolerance is known.
-Promise PromiseOf(absl::string_view numerics_class, double tolerance);
+Promise PromiseOf(absl::string_view numerics_class, double tolerance,
+                  bool deterministic);
 
 // The same candidate with red zones between the slices of its arena: what is
 // verified. Its code and launches are those of `body`.

@@ -140,10 +140,10 @@ class Template : public KernelTemplate {
     body.template_version = version();
     body.assignment = assignment;
     // Sums run over k in ascending steps whatever the axes are; those of routes
-    // are neither rounded nor ordered where they meet in memory.
+    // have no order where they meet in memory.
     const bool atomic_sum = point.at("atomic_sum") != 0;
     body.numerics_class =
-        atomic_sum ? "w4a16.atomic_sum.wgmma" : "w4a16.f16.wgmma";
+        atomic_sum ? "w4a16.f16.wgmma.atomic_sum" : "w4a16.f16.wgmma";
     body.tolerance = kFusedMoeTolerance;
     body.deterministic = !atomic_sum;
     body.overlapped = true;

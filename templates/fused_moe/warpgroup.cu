@@ -695,10 +695,10 @@ __device__ __forceinline__ void AddToMemory(float* to, const u32 (&v)[4]) {
                : "memory");
 }
 
-// Adds the rows of the sums, each times its route's weight, to this warpgroup's
-// 64 of the 128 channels from `out` on of their tokens. Rows meet in memory in
-// any order. In shared memory two buffers in turn, where rows are transposed;
-// then for each warpgroup weight and token of the tile's rows.
+// Adds the rows of the sums, as fp16 and times their route's weight, to this
+// warpgroup's 64 of the 128 channels from `out` on of their tokens. Rows meet
+// in memory in any order. In shared memory two buffers in turn, where rows are
+// transposed; then for each warpgroup weight and token of the tile's rows.
 //   rows: of the tile, `live` of them
 template <int kMaxBits>
 __device__ __forceinline__ void AddSums(const Sums& sums, const Row* rows,
@@ -735,8 +735,11 @@ __device__ __forceinline__ void AddSums(const Sums& sums, const Row* rows,
       for (u32 odd = 0; odd < 2; ++odd) {
         const float weight = __uint_as_float(known[2 * odd]);
         const u32 place = to + buffer + (i + odd) * kAddedRowBytes;
-        StoreShared(place, weight * d[odd]);
-        StoreShared(place + 8 * 4, weight * d[odd + 2]);
+        const u32 pair = kd::RoundPair(d[odd], d[odd + 2]);
+        StoreShared(place,
+                    weight * kd::f16_to_f32(static_cast<u16>(pair & 0xFFFFu)));
+        StoreShared(place + 8 * 4,
+                    weight * kd::f16_to_f32(static_cast<u16>(pair >> 16)));
       }
     }
     // The other buffer has been read by all who pass.

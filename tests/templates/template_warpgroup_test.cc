@@ -189,7 +189,7 @@ TEST(FusedMoeWarpgroupTemplateTest, AtomicSumsAreForThoseWhoAllowThem) {
   ASSERT_OK_AND_ASSIGN(const PlanBody atomic,
                        warpgroup->MakeBody(problem, point));
   EXPECT_FALSE(atomic.deterministic);
-  EXPECT_EQ(atomic.numerics_class, "w4a16.atomic_sum.wgmma");
+  EXPECT_EQ(atomic.numerics_class, "w4a16.f16.wgmma.atomic_sum");
   Assignment ordered_point = point;
   ordered_point["atomic_sum"] = 0;
   ASSERT_OK_AND_ASSIGN(const PlanBody ordered,

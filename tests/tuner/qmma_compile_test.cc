@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -23,6 +24,7 @@
 #include "templates/fused_moe/template_qsrt_cuda.h"
 #include "templates/registry.h"
 #include "tests/support/status_matchers.h"
+#include "tuner/measure_ceilings.h"
 
 namespace kiln {
 namespace {
@@ -248,6 +250,21 @@ std::vector<Compiled> QsrtCandidates(const Target& target) {
 }
 
 // Both arms at every rate, of the template for all GPUs.
+// Programs that no plan has, so that nothing else compiles them.
+TEST_F(QmmaCompileTest, LoopsOfTheCeilingsCompile) {
+  std::vector<CompileJob> jobs;
+  for (SourceUnit& unit : CeilingUnits({})) {
+    jobs.push_back({.unit = std::move(unit), .target = TargetNamed("sm_90a")});
+  }
+  // Reading, MMAs, and twice three codebooks of 2 to 5 bits.
+  ASSERT_EQ(jobs.size(), 2u + 2 * 3 * 4);
+  const std::vector<CompileResult> results = Compile(jobs);
+  ASSERT_EQ(results.size(), jobs.size());
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    EXPECT_OK(results[i].status) << jobs[i].unit.text.substr(0, 80);
+  }
+}
+
 TEST_F(QmmaCompileTest, ProgramsOverTrellisMxHaveNoTable) {
   const Target target = TargetNamed("sm_90a");
   std::vector<CompileJob> jobs;
