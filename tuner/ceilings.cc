@@ -213,7 +213,9 @@ Floor FloorOf(const Work& work, const Ceilings& ceilings) {
 }
 
 bool IsSummedByMma(absl::string_view numerics_class) {
-  return absl::StrContains(numerics_class, "sum_");
+  // Modes 1 and 2 of stream.cu.
+  return absl::StartsWith(numerics_class, "w4a16.halves.") ||
+         absl::StartsWith(numerics_class, "w4a16.bytes2.");
 }
 
 }  // namespace kiln

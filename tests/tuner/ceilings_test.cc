@@ -1,11 +1,13 @@
 #include "tuner/ceilings.h"
 
+#include <set>
 #include <string>
 
 #include "absl/strings/str_replace.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "templates/fused_moe/op.h"
+#include "templates/fused_moe/template_stream.h"
 #include "tests/support/status_matchers.h"
 #include "tuner/cost_model.h"
 
@@ -118,6 +120,37 @@ TEST(FloorTest, CountsBytesDecodeAndMultiplications) {
   slow.read_bytes_per_s /= 100;
   EXPECT_EQ(FloorOf(work, slow).Bound(), "bytes");
   EXPECT_EQ(FloorOf(work, Ceilings()).Seconds(), work.decode_seconds);
+}
+
+// The matrix unit adds up two modes of the stream template, whose names only
+// the template knows.
+TEST(FloorTest, KnowsWhichClassesTheMatrixUnitAddsUp) {
+  for (const Codebook codebook : {Codebook::kMcg, Codebook::kMul1}) {
+    Problem problem;
+    problem.geometry.hidden = 2048;
+    problem.geometry.intermediate = 768;
+    problem.geometry.experts = 128;
+    problem.geometry.top_k = 8;
+    problem.geometry.weights.codebook = codebook;
+    problem.geometry.weights.bits = {.gate = 4, .up = 4, .down = 4};
+    problem.interval = {1, 4};
+    problem.device = AssumedProfile(
+        {.backend = Backend::kCuda, .level = 90, .arch_specific = true});
+    std::set<int64_t> summed;
+    std::set<int64_t> modes;
+    const KernelTemplate* const stream = FusedMoeStreamTemplate();
+    for (const Assignment& point : stream->Enumerate(problem, 1000).points) {
+      ASSERT_OK_AND_ASSIGN(const PlanBody body,
+                           stream->MakeBody(problem, point));
+      modes.insert(point.at("sum"));
+      if (IsSummedByMma(body.numerics_class)) summed.insert(point.at("sum"));
+    }
+    const bool bytes = codebook == Codebook::kMul1;
+    EXPECT_EQ(modes,
+              bytes ? std::set<int64_t>({0, 2, 3}) : std::set<int64_t>({0, 1}));
+    EXPECT_EQ(summed, std::set<int64_t>({bytes ? 2 : 1}));
+  }
+  EXPECT_FALSE(IsSummedByMma("w4a16.f16.wgmma.atomic_sum"));
 }
 
 TEST(FloorTest, CountsTheWorkOfLinear) {
