@@ -76,11 +76,12 @@ def write_manifest(path, manifest, requests):
         json.dump({**manifest, "requests": requests}, out)
 
 
-def more_rows(request, capacities):
-    """Further capacities of the request, where they cost little to verify."""
+def with_more_rows(request, capacities):
+    """The request with further capacities, where they cost little to verify."""
     if request["op"] != "fused_moe" or request["weights"]["format"] != "exl3":
-        return []
-    return capacities.get(request["experts"], [])
+        return request
+    more = capacities.get(request["experts"], [])
+    return {**request, "capacities": request["capacities"] + more}
 
 
 def main():
@@ -89,10 +90,6 @@ def main():
     parser.add_argument("--kiln", required=True)
     parser.add_argument("--target", required=True)
     parser.add_argument("-o", "--output", required=True)
-    parser.add_argument("--many-rows", action="store_true", help=
-                        "only requests that are asked for many rows per expert,"
-                        " and\nonly for those: a receipt of a part, beside"
-                        " that of the suite")
     parser.add_argument("--suite", help="folder of the suite", default=os.path
                         .join(os.path.dirname(os.path.abspath(__file__)), "..",
                               "tests", "qualification"))
@@ -117,14 +114,9 @@ def main():
         served = {(template["op"], template["format"])
                   for template in doctor["templates"]
                   if template["backend"] == backend}
-        requests = []
-        for request in manifest["requests"]:
-            if (request["op"], request["weights"]["format"]) not in served:
-                continue
-            more = more_rows(request, MORE_ROWS[backend])
-            own = [] if arguments.many_rows else request["capacities"]
-            if own + more:
-                requests.append({**request, "capacities": own + more})
+        requests = [with_more_rows(r, MORE_ROWS[backend])
+                    for r in manifest["requests"]
+                    if (r["op"], r["weights"]["format"]) in served]
         suite = os.path.join(folder, SUITE)
         write_manifest(suite, manifest, requests)
         options = [suite, "--target", arguments.target,
@@ -166,7 +158,6 @@ def main():
     devices = [d for d in doctor["devices"] if d["name"] == device]
     receipt = {
         "schema": "kiln.qualification/1",
-        **({"part": "many rows"} if arguments.many_rows else {}),
         "target": target,
         "suite_version": SUITE_VERSION,
         "date": datetime.date.today().isoformat(),
