@@ -273,14 +273,14 @@ absl::StatusOr<int> RunCacheGc(const GlobalOptions& global,
                        {"reason", item.reason}});
   }
   if (global.json) {
-    PrintJson({{"dry_run", command.dry_run},
+    PrintJson({{"dry_run", options.dry_run},
                {"removed", std::move(removed)},
                {"bytes_before", report.bytes_before},
                {"bytes_after", report.bytes_after},
                {"plans_kept", report.plans_kept},
                {"programs_kept", report.programs_kept}});
   } else {
-    if (command.dry_run) {
+    if (options.dry_run) {
       for (const GcItem& item : report.removed) {
         std::printf("%s %s  %s  %s  %s\n", item.table.c_str(),
                     item.key.substr(0, 12).c_str(),
@@ -290,17 +290,17 @@ absl::StatusOr<int> RunCacheGc(const GlobalOptions& global,
     }
     for (const auto& [table, sum] : sums) {
       std::printf("%s %zu rows of %s, %s\n",
-                  command.dry_run ? "would remove" : "removed", sum.first,
+                  options.dry_run ? "would remove" : "removed", sum.first,
                   table.c_str(),
                   FormatBytes(static_cast<uint64_t>(sum.second)).c_str());
     }
     std::printf("%s, %s %s; %zu plans and %zu programs stay\n",
                 FormatBytes(static_cast<uint64_t>(report.bytes_before)).c_str(),
-                command.dry_run ? "would be about" : "now",
+                options.dry_run ? "would be about" : "now",
                 FormatBytes(static_cast<uint64_t>(report.bytes_after)).c_str(),
                 report.plans_kept, report.programs_kept);
   }
-  if (options.bytes_max.has_value() && !command.dry_run &&
+  if (options.bytes_max.has_value() && !options.dry_run &&
       report.bytes_after > *options.bytes_max) {
     std::fprintf(stderr,
                  "kiln: the cache still has %s, more than the %s asked for: "

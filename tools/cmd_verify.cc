@@ -192,9 +192,12 @@ absl::StatusOr<int> RunVerify(const GlobalOptions& global,
     return kExitRefused;
   }
   if (selftest->Count(KILN_SELFTEST_PASSED) == 0) {
-    std::fprintf(stderr,
-                 "kiln: nothing was tested: no plan has a golden digest; "
-                 "freeze where the device is\n");
+    std::fprintf(stderr, "kiln: nothing was tested: %s\n",
+                 selftest->Count(KILN_SELFTEST_NOT_DETERMINISTIC) != 0
+                     ? "repeats of the plans may differ, so that there is "
+                       "nothing to compare with"
+                     : "no plan has a golden digest; freeze where the device "
+                       "is");
     return kExitIncomplete;
   }
   return kExitDone;

@@ -97,6 +97,8 @@ def main():
     if shutil.which(arguments.kiln) is None:
         parser.error(f"{arguments.kiln} is no program")
     # Known at once, not after the work of minutes.
+    if not arguments.output or os.path.isdir(arguments.output):
+        parser.error(f"-o: \"{arguments.output}\" names no file")
     output_folder = os.path.dirname(os.path.abspath(arguments.output))
     if not os.access(output_folder, os.W_OK):
         parser.error(f"-o: cannot write into {output_folder}")

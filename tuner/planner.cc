@@ -40,12 +40,12 @@ std::string ServedOn(const RequestGeometry& geometry) {
 }
 
 // Empty, or why no runtime would take the body at m_max tokens.
-std::string LimitThatBreaks(const PlanBody& body, uint32_t m_max,
-                            uint64_t arena_bytes_max) {
-  if (body.arena.bytes > arena_bytes_max) {
-    return absl::StrCat("an arena of ", body.arena.bytes,
-                        " bytes exceeds the limit of ", arena_bytes_max);
-  }
+std::string ArenaReason(uint64_t least, uint64_t arena_bytes_max) {
+  return absl::StrCat("an arena of ", least,
+                      " bytes or more exceeds the limit of ", arena_bytes_max);
+}
+
+std::string LimitThatBreaks(const PlanBody& body, uint32_t m_max) {
   for (const Step& step : body.steps) {
     for (size_t d = 0; d < step.grid.size(); ++d) {
       const uint64_t blocks = step.grid[d].Evaluate(m_max);
@@ -170,7 +170,7 @@ std::string Planner::ReasonAgainst(const PlanBody& body,
     return absl::StrCat("numerics class ", body.numerics_class,
                         " is not admitted: repeats may differ");
   }
-  return LimitThatBreaks(body, interval.m_max, space_.arena_bytes_max);
+  return LimitThatBreaks(body, interval.m_max);
 }
 
 void Planner::Prune(const Problem& problem, bool by_model,
@@ -208,12 +208,21 @@ std::vector<std::string> Planner::WhyIdle(const KernelTemplate& from,
   for (const RejectedPoints& reject : space.rejects) {
     reasons.insert(reject.reason);
   }
+  uint64_t least_arena = UINT64_MAX;  // of those above the limit
   for (const Assignment& assignment : space.points) {
     const absl::StatusOr<PlanBody> body = from.MakeBody(problem, assignment);
     const std::string broken = body.ok() ? ReasonAgainst(*body, interval)
                                          : std::string(body.status().message());
-    if (broken.empty()) return {};
-    reasons.insert(broken);
+    if (!broken.empty()) {
+      reasons.insert(broken);
+    } else if (body->arena.bytes > space_.arena_bytes_max) {
+      least_arena = std::min(least_arena, body->arena.bytes);
+    } else {
+      return {};
+    }
+  }
+  if (least_arena != UINT64_MAX) {
+    reasons.insert(ArenaReason(least_arena, space_.arena_bytes_max));
   }
   return {reasons.begin(), reasons.end()};
 }
@@ -224,6 +233,8 @@ absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
   plan.interval = interval;
   std::vector<std::string> unsupported;
   std::map<std::string, size_t> broken_rules;
+  uint64_t least_arena = UINT64_MAX;  // of those above the limit
+  size_t large_arenas = 0;
   for (size_t index = 0; index < templates_.size(); ++index) {
     const KernelTemplate* const from = templates_[index];
     const absl::Status supports = from->Supports(geometry_, device_.target);
@@ -240,10 +251,13 @@ absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
       point.assignment = &assignment;
       ASSIGN_OR_RETURN(point.body, from->MakeBody(problem, assignment));
       const std::string broken = ReasonAgainst(point.body, interval);
-      if (broken.empty()) {
-        points.push_back(std::move(point));
-      } else {
+      if (!broken.empty()) {
         ++broken_rules[broken];
+      } else if (point.body.arena.bytes > space_.arena_bytes_max) {
+        least_arena = std::min(least_arena, point.body.arena.bytes);
+        ++large_arenas;
+      } else {
+        points.push_back(std::move(point));
       }
     }
     Prune(problem, index < in_tree_, &points);
@@ -269,6 +283,10 @@ absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
       candidate.digest = CandidateDigest(candidate.body, digests);
       plan.candidates.push_back(std::move(candidate));
     }
+  }
+  if (large_arenas != 0) {
+    broken_rules[ArenaReason(least_arena, space_.arena_bytes_max)] =
+        large_arenas;
   }
   // What was asked for comes before what the templates cannot do.
   std::vector<RejectedPoints> rejects;

@@ -247,6 +247,14 @@ class RowChecker {
         error.Add(got, want);
         all.Add(got, want);
       }
+      // The row that fails counts too, and NaN as no agreement at all.
+      const double relative = error.Relative();
+      worst = std::max(worst, std::isnan(relative) ? INFINITY : relative);
+      if (uniform) {
+        const double cosine = error.Cosine();
+        result_->worst_cosine =
+            std::min(result_->worst_cosine, std::isnan(cosine) ? 0 : cosine);
+      }
       // Written so that NaN fails too.
       if (!(error.Relative() <= row_max)) {
         Report(
@@ -258,10 +266,6 @@ class RowChecker {
                                 : "rounding boundaries of its class",
                             row_max));
         return;
-      }
-      worst = std::max(worst, error.Relative());
-      if (uniform) {
-        result_->worst_cosine = std::min(result_->worst_cosine, error.Cosine());
       }
     }
     if (uniform || exact || one_term) return;

@@ -360,7 +360,13 @@ TEST_F(CheckOutputTest, MeasuresTheCosineOfTheWorstRow) {
 TEST_F(CheckOutputTest, RejectsARowBeyondTheTolerance) {
   for (size_t i = 0; i < Width(); ++i) Out()[19 * Width() + i] *= 1.003f;
   ExpectRejected("row 19 has relative error 0.003", 2e-3);
+  // What is told of a run that failed is what was measured.
+  EXPECT_NEAR(Check(2e-3).worst_error, 3e-3, 1e-6);
   EXPECT_TRUE(Check(4e-3).passed);
+  for (size_t i = 0; i < Width(); ++i) Out()[19 * Width() + i] = 0;
+  const VerifyResult zeros = Check(2e-3);
+  EXPECT_NEAR(zeros.worst_error, 1, 1e-6);
+  EXPECT_LT(zeros.worst_cosine, 0.5);
 }
 
 TEST_F(CheckOutputTest, RejectsOneWrongElementOfARow) {
