@@ -128,7 +128,6 @@ RequestGeometry TinyGeometry() {
   geometry.experts = 4;
   geometry.top_k = 2;
   geometry.weights.bits = {.gate = 4, .up = 4, .down = 3};
-  geometry.deterministic = false;
   return geometry;
 }
 
