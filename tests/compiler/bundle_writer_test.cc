@@ -395,7 +395,7 @@ TEST(BundleAttributesTest, GeometryComesBackFromItsFields) {
   geometry.weights.shared_scales = true;
   geometry.io_dtype = DType::kF16;
   geometry.id_dtype = DType::kI64;
-  geometry.deterministic = true;
+  geometry.deterministic = false;
   geometry.weights.bits = {.gate = 1, .up = 2, .down = 8};
   EXPECT_THAT(GeometryFromAttributes(GeometryAttributes(geometry)),
               ::kiln::testing::IsOkAndHolds(geometry));
