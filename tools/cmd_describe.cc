@@ -1,11 +1,14 @@
 // kiln describe: the manifest of a checkpoint, from its headers alone.
 
+#include <algorithm>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
 #include "templates/formats/describe.h"
@@ -15,23 +18,48 @@
 namespace kiln {
 namespace {
 
+// What a request of a layer says as far as its sidecar knows.
+std::string NpkRequest(const NpkMetadata& m) {
+  return absl::StrCat(
+      "\"hidden\" ", m.hidden, ", \"intermediate\" ",
+      m.intermediate_global / m.world_size, " (of one of ", m.world_size,
+      " ranks), \"experts\" ", m.experts,
+      ", \"weights\" {\"format\": \"trellis_mx\", \"bits\": ", m.bits,
+      ", \"limit\": \"", m.limit, "\", \"boundary\": \"",
+      MxBoundaryName(m.boundary), "\"} and \"recipe\" \"w4a8\"");
+}
+
+// "a request with ...", or one for each kind of layers.
+std::string NpkRequests(const std::vector<NpkLayerSummary>& layers) {
+  std::vector<std::pair<std::string, std::vector<std::string>>> kinds;
+  for (const NpkLayerSummary& layer : layers) {
+    const std::string request = NpkRequest(layer.metadata);
+    auto kind = std::find_if(kinds.begin(), kinds.end(), [&](const auto& one) {
+      return one.first == request;
+    });
+    if (kind == kinds.end()) kind = kinds.insert(kinds.end(), {request, {}});
+    kind->second.push_back(absl::StrCat(layer.metadata.layer));
+  }
+  if (kinds.size() == 1) return absl::StrCat("a request with ", kinds[0].first);
+  std::vector<std::string> texts;
+  for (const auto& [request, numbers] : kinds) {
+    texts.push_back(absl::StrCat(
+        "one for layers ", absl::StrJoin(numbers, ", "), " with ", request));
+  }
+  return absl::StrCat("several requests, ", absl::StrJoin(texts, "; "), ",");
+}
+
 // Sidecars do not say all that a request needs: without -o, a table of them.
 absl::StatusOr<int> DescribeNpk(const GlobalOptions& global,
                                 const DescribeCommand& command) {
   ASSIGN_OR_RETURN(const std::vector<NpkLayerSummary> layers,
                    DescribeNpkFolder(command.checkpoint));
   if (!command.output.empty()) {
-    const NpkMetadata& m = layers.front().metadata;
     return absl::FailedPreconditionError(absl::StrCat(
         command.checkpoint,
         ": holds NPK-1 sidecars, which name neither top_k, nor the types of x "
-        "and ids, nor up to how many tokens activations keep 16 bits; write "
-        "the request by hand, with \"hidden\" ",
-        m.hidden, ", \"intermediate\" ", m.intermediate_global / m.world_size,
-        " (of one of ", m.world_size, " ranks), \"experts\" ", m.experts,
-        ", \"weights\" {\"format\": \"trellis_mx\", \"bits\": ", m.bits,
-        ", \"limit\": \"", m.limit, "\", \"boundary\": \"",
-        MxBoundaryName(m.boundary), "\"} and \"recipe\" \"w4a8\""));
+        "and ids, nor up to how many tokens activations keep 16 bits; write ",
+        NpkRequests(layers), " by hand"));
   }
   nlohmann::ordered_json out = nlohmann::ordered_json::array();
   std::vector<std::vector<std::string>> rows = {

@@ -148,6 +148,22 @@ class CheckpointCliTest(CliTest):
             self.kiln("encode", self.at("real"), "-o", self.at("other"),
                       "--format", "npk1", *options, code=2)
 
+    def test_layers_that_differ_are_described_one_by_one(self):
+        write_real_checkpoint(self.at("real"), hidden=512, intermediate=128,
+                              experts=1, layers=2)
+        for boundary in ("identity", "coupled"):
+            self.kiln("encode", self.at("real"), "-o", self.at(boundary),
+                      "--format", "npk1", "--bits", "2", "--boundary", boundary)
+        files = sorted(os.listdir(self.at("identity")))
+        shutil.copy(os.path.join(self.at("coupled"), files[1]),
+                    os.path.join(self.at("identity"), files[1]))
+        done = self.kiln("describe", self.at("identity"), "-o",
+                         self.at("m.json"), code=4)
+        for layer, boundary in ((0, "identity"), (1, "coupled")):
+            self.assertRegex(done.stderr,
+                             f'one for layers {layer} with "hidden" 512[^;]*'
+                             f'"boundary": "{boundary}"')
+
     def test_identity_sidecars_are_listed_and_prepared_without_vectors(self):
         write_real_checkpoint(self.at("real"), hidden=128, intermediate=256,
                               experts=1)
