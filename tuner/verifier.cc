@@ -25,10 +25,10 @@ constexpr uint64_t kArenaZoneBytes = 4096;
 constexpr std::array<uint8_t, 3> kArenaContents = {0x7B, 0x00, 0xFF};
 // Limits of the classes that leave the order of sums open.
 constexpr double kStagedRowMax = 1e-3;
-// Between rows of equal tokens whose binary32 sums had no order.
-constexpr double kUnorderedRowMax = 1e-5;
 constexpr double kStagedCaseMax = 5e-4;
 constexpr double kStagedOneTermMax = 2.4e-4;
+// Between rows of equal tokens whose binary32 sums had no order.
+constexpr double kUnorderedRowMax = 1e-5;
 
 uint32_t Bits(float value) {
   uint32_t bits = 0;
@@ -185,21 +185,6 @@ class RowChecker {
     if (at < live) Report(at / width_, at % width_, "is not finite");
   }
 
-  // Relative to the second. What is no number in both is no difference; what is
-  // in one of them makes it NaN or infinite.
-  double RowDistance(const float* row, const float* other) const {
-    double difference = 0, norm = 0;
-    for (size_t i = 0; i < width_; ++i) {
-      if (row[i] == other[i] || (std::isnan(row[i]) && std::isnan(other[i]))) {
-        if (std::isfinite(other[i])) norm += double{other[i]} * other[i];
-        continue;
-      }
-      difference += (double{row[i]} - other[i]) * (double{row[i]} - other[i]);
-      norm += double{other[i]} * other[i];
-    }
-    return difference == 0 ? 0 : std::sqrt(difference / norm);
-  }
-
   // Equal tokens have equal rows, wherever they stand.
   void CheckAlike() {
     for (uint32_t row = 0; row < test_.m; ++row) {
@@ -256,11 +241,11 @@ class RowChecker {
             std::min(result_->worst_cosine, std::isnan(cosine) ? 0 : cosine);
       }
       // Written so that NaN fails too.
-      if (!(error.Relative() <= row_max)) {
+      if (!(relative <= row_max)) {
         Report(
             absl::StrFormat("row %d has relative error %.3g against the %s, "
                             "at most %.3g is allowed",
-                            row, error.Relative(),
+                            row, relative,
                             mode == ReferenceMode::kFloat64
                                 ? "float64 oracle"
                                 : "rounding boundaries of its class",
@@ -282,6 +267,17 @@ class RowChecker {
 
  private:
   const float* Row(uint32_t row) const { return values_.data() + row * width_; }
+
+  // Relative to the second. What is no number in both is no difference; what is
+  // in one of them makes it NaN or infinite.
+  double RowDistance(const float* row, const float* other) const {
+    Error error;
+    for (size_t i = 0; i < width_; ++i) {
+      if (!std::isfinite(other[i]) && SameValue(row[i], other[i])) continue;
+      error.Add(row[i], other[i]);
+    }
+    return error.Relative();
+  }
 
   void Report(absl::string_view what) { Fail(test_, what, result_); }
 
