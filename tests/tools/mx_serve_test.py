@@ -33,19 +33,27 @@ def manifest(folder, **changes):
     return path
 
 
-class MxServeTest(unittest.TestCase):
+class ServeTest(unittest.TestCase):
+    """A bundle of `requests`, and the cache that it was made from."""
+
+    requests = []
+
     @classmethod
     def setUpClass(cls):
         if not os.access(small_bundle.BIN / "kiln-cc-cpu", os.X_OK):
             raise unittest.SkipTest("this build has no kiln-cc-cpu")
         cls.scratch = tempfile.TemporaryDirectory()
         cls.folder = pathlib.Path(cls.scratch.name)
-        cls.bundle = small_bundle.make(cls.folder, "mx", REQUEST)
-        cls.cache = cls.folder / "mx.cache"
+        cls.bundle = small_bundle.make(cls.folder, "served", *cls.requests)
+        cls.cache = cls.folder / "served.cache"
 
     @classmethod
     def tearDownClass(cls):
         cls.scratch.cleanup()
+
+
+class MxServeTest(ServeTest):
+    requests = [REQUEST]
 
     def arms(self, **changes):
         """Activation bits of the candidates, by interval; where there is a
@@ -144,22 +152,10 @@ class MxServeTest(unittest.TestCase):
         self.assertFalse((self.folder / "none.kiln").exists())
 
 
-class DirectServeTest(unittest.TestCase):
+class DirectServeTest(ServeTest):
     """A bundle of the direct arm with its remainder and the grouped arm."""
 
-    @classmethod
-    def setUpClass(cls):
-        if not os.access(small_bundle.BIN / "kiln-cc-cpu", os.X_OK):
-            raise unittest.SkipTest("this build has no kiln-cc-cpu")
-        cls.scratch = tempfile.TemporaryDirectory()
-        cls.folder = pathlib.Path(cls.scratch.name)
-        cls.bundle = small_bundle.make(cls.folder, "direct",
-                                       {**REQUEST, **DIRECT})
-        cls.cache = cls.folder / "direct.cache"
-
-    @classmethod
-    def tearDownClass(cls):
-        cls.scratch.cleanup()
+    requests = [{**REQUEST, **DIRECT}]
 
     def run_bundle(self, tokens):
         return kiln("run", self.bundle, "--entry", "moe", "--tokens", tokens,
@@ -212,24 +208,12 @@ class DirectServeTest(unittest.TestCase):
                       '"direct_max_tokens" is 4', done.stderr)
 
 
-class IdentityServeTest(unittest.TestCase):
+class IdentityServeTest(ServeTest):
     """A bundle of identity layers: with the small-M arm, and with the direct
     one and its remainder."""
 
-    @classmethod
-    def setUpClass(cls):
-        if not os.access(small_bundle.BIN / "kiln-cc-cpu", os.X_OK):
-            raise unittest.SkipTest("this build has no kiln-cc-cpu")
-        cls.scratch = tempfile.TemporaryDirectory()
-        cls.folder = pathlib.Path(cls.scratch.name)
-        cls.bundle = small_bundle.make(
-            cls.folder, "identity", {**REQUEST, **IDENTITY},
-            {**REQUEST, **IDENTITY, **DIRECT, "name": "direct"})
-        cls.cache = cls.folder / "identity.cache"
-
-    @classmethod
-    def tearDownClass(cls):
-        cls.scratch.cleanup()
+    requests = [{**REQUEST, **IDENTITY},
+                {**REQUEST, **IDENTITY, **DIRECT, "name": "direct"}]
 
     def test_every_count_passes_the_oracle_of_its_arm(self):
         for entry in ("moe", "direct"):
