@@ -30,7 +30,8 @@ SourceUnit GroupedSupportUnit(const RequestGeometry& geometry,
                    "#define KILN_PART 0\n#define KILN_OPERAND_ORDER ",
                    static_cast<int>(form.order), "\n#define KILN_ATOMIC_SUM ",
                    form.atomic_sum ? 1 : 0, "\n", TemplateText(unit.name));
-  unit.headers = CudaHeaders({"cuda/grouped.h", "cuda/warp.h"});
+  unit.headers =
+      CudaHeaders({"cuda/grouped.h", "cuda/mul1_affine.h", "cuda/warp.h"});
   unit.entries = {"kiln_moe_activate"};
   if (!form.atomic_sum) unit.entries.push_back("kiln_moe_combine");
   unit.entries.push_back("kiln_moe_count");

@@ -32,6 +32,7 @@
 // who reads them next adds the slices in the order of K: fc2 when it makes its
 // operands, combine when it adds up the routes of a token.
 
+#include "cuda/mul1_affine.h"
 #include "cuda/warp.h"
 #include "device/activation.h"
 #include "device/fragment.h"
@@ -339,7 +340,6 @@ struct BlockStats {
 };
 
 constexpr bool kHasStats = kSum == kBytes || kSum == kBiased;
-constexpr float kAffineScale = 887.0f / 131072.0f;  // kMul1Scale
 
 struct OperandStats {
   BlockStats of[kRunRows][kHasStats ? kBlocksMax : 1];
@@ -485,16 +485,6 @@ __device__ __forceinline__ void MmaBytes(int (&d)[4], u32 a0, u32 a1, u32 a2,
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// 1024 + the byte sums of two hashes, in fp16.
-__device__ __forceinline__ u32 BiasedPair(u32 x0, u32 x1) {
-  u32 pair;
-  asm("prmt.b32 %0, %1, %2, 0x5410;"
-      : "=r"(pair)
-      : "r"(kd::ByteSum(x0, kd::kMul1Bias)),
-        "r"(kd::ByteSum(x1, kd::kMul1Bias)));
-  return pair;
-}
-
 // Fragment kPart of a quarter row with its elements of B, k = 2 kPart + {0, 1}
 // in low[0..1] and 2 kPart + {8, 9} in high[0..1]; 2-byte elements: pairs, in
 // low[0] and high[0].
@@ -503,17 +493,18 @@ __device__ __forceinline__ void Accumulate(const u32 (&w)[kBits + 1],
                                            const u32* low, const u32* high,
                                            T (&d)[4]) {
   const kd::SpanBits bits = kd::QuarterSpan<kBits, kPart>(w);
-  if constexpr (kSum == kRounded) {
+  if constexpr (kSum == kRounded || kSum == kBiased) {
     u32 a[4];
-    kd::DecodeFragment<KILN_CODEBOOK, kBits>(bits, a);
-    Mma(d, a[0], a[1], a[2], a[3], low[0], high[0]);
+    if constexpr (kSum == kBiased) {
+      kd::DecodeBiased<kBits>(bits, a);
+    } else {
+      kd::DecodeFragment<KILN_CODEBOOK, kBits>(bits, a);
+    }
+    kd::Mma(d, a, low[0], high[0]);
   } else {
     u32 x[8];
-    kd::HashFragment<KILN_CODEBOOK, kBits, kSum == kBiased>(bits, x);
-    if constexpr (kSum == kBiased) {
-      Mma(d, BiasedPair(x[0], x[1]), BiasedPair(x[4], x[5]),
-          BiasedPair(x[2], x[3]), BiasedPair(x[6], x[7]), low[0], high[0]);
-    } else if constexpr (kSum == kHalves) {
+    kd::HashFragment<KILN_CODEBOOK, kBits, false>(bits, x);
+    if constexpr (kSum == kHalves) {
 #pragma unroll
       for (u32 i = 0; i < 8; ++i) x[i] = kd::FlipPair(x[i]);
       Mma(d, x[0], x[4], x[1], x[5], low[0], low[1]);
@@ -662,16 +653,16 @@ __device__ __forceinline__ void Multiply(const unsigned char* from,
 __device__ __forceinline__ float AffineRest(const BlockStats* stats,
                                             u32 blocks) {
   if constexpr (!kHasStats) return 0.0f;
-  constexpr float kOffset = -10.3828125f;  // kMul1Offset
-  constexpr float kRest =
-      kSum == kBytes ? kOffset + 1024 * kAffineScale : kOffset;
+  constexpr float kRest = kSum == kBytes
+                              ? kd::kBiasedOffset + 1024 * kd::kBiasedScale
+                              : kd::kBiasedOffset;
   float activations = 0.0f;
   for (u32 i = 0; i < blocks; ++i) activations += stats[i].sum;
   return activations * kRest;
 }
 
 __device__ __forceinline__ float Affine(float sum, float rest) {
-  return kHasStats ? kd::Fma(sum, kAffineScale, rest) : sum;
+  return kHasStats ? kd::Fma(sum, kd::kBiasedScale, rest) : sum;
 }
 
 // The slice of K of this thread's block, in 128 blocks.

@@ -14,13 +14,11 @@
 #include "templates/fused_moe/cuda_steps.h"
 #include "templates/fused_moe/grouped_cost.h"
 #include "templates/fused_moe/op.h"
+#include "templates/fused_moe/tile_product.h"
 #include "templates/registry.h"
 
 namespace kiln {
 namespace {
-
-// Sums that a thread may hold without spilling.
-constexpr int64_t kSumsMax = 128;
 
 // One of the two matrix products.
 struct Product {
@@ -39,26 +37,19 @@ Product Fc2(const RequestGeometry& geometry) {
   return {geometry.intermediate, geometry.hidden, geometry.weights.bits.down};
 }
 
-// Ring of packed weights and padded operand rows; README.md, "Steps".
-int64_t SharedBytes(const Product& product, const AxisPoint& point) {
-  const int64_t k_tile = point.at("k_tile");
-  return point.at("stages") *
-         (k_tile * point.at("channels_tile") * product.bits / 8 +
-          point.at("tokens_tile") * (k_tile + 8) * 2);
-}
-
 class Template : public KernelTemplate {
  public:
   absl::string_view name() const override { return "fused_moe.cuda"; }
 
-  uint32_t version() const override { return 1; }
+  uint32_t version() const override { return 2; }
 
   Digest sources() const override {
     static const Digest digest = TemplateSourcesDigest(
-        {"axes.cc", "cuda/grouped.h", "cuda/warp.h", "fused_moe/cuda.cu",
-         "fused_moe/cuda_steps.cc", "fused_moe/grouped_cost.cc",
-         "fused_moe/op.cc", "fused_moe/route_segments.h",
-         "fused_moe/template_cuda.cc"});
+        {"axes.cc", "cuda/grouped.h", "cuda/mul1_affine.h", "cuda/warp.h",
+         "fused_moe/cuda.cu", "fused_moe/cuda_steps.cc",
+         "fused_moe/grouped_cost.cc", "fused_moe/op.cc",
+         "fused_moe/route_segments.h", "fused_moe/template_cuda.cc",
+         "fused_moe/tile_product.cc"});
     return digest;
   }
 
@@ -107,15 +98,14 @@ class Template : public KernelTemplate {
     body.template_name = std::string(name());
     body.template_version = version();
     body.assignment = assignment;
-    // A sum's order depends on the number of K slices alone.
+    const AxisPoint point(&axes, assignment);
     body.numerics_class =
-        absl::StrCat("w4a16.f16.fc1x", assignment.at("split_fc1"), ".fc2x",
-                     assignment.at("split_fc2"));
+        absl::StrCat("w4a16.", TileProductClass(point), ".fc1x",
+                     point.at("split_fc1"), ".fc2x", point.at("split_fc2"));
     body.tolerance = kFusedMoeTolerance;
     body.deterministic = true;
     body.overlapped = problem.device.target.level >= 90;
     body.params = FusedMoeParams(geometry);
-    const AxisPoint point(&axes, assignment);
     const auto tile = static_cast<uint32_t>(point.at("tokens_tile"));
     const auto launch = [&](const Product& product, int64_t split) {
       GroupedLaunch result;
@@ -124,7 +114,8 @@ class Template : public KernelTemplate {
           static_cast<uint32_t>(product.outputs / point.at("channels_tile")));
       result.slices = static_cast<uint32_t>(split);
       result.threads = static_cast<uint32_t>(point.at("warps") * 32);
-      result.shared_bytes = static_cast<uint32_t>(SharedBytes(product, point));
+      result.shared_bytes =
+          static_cast<uint32_t>(TileProductSharedBytes(point, product.bits));
       return result;
     };
     AddGroupedSteps(geometry, problem.interval.m_max, tile,
@@ -137,16 +128,7 @@ class Template : public KernelTemplate {
   std::vector<SourceUnit> MakeUnits(
       const RequestGeometry& geometry, const Target&,
       const Assignment& assignment) const override {
-    SourceUnit products;
-    products.name = "fused_moe/cuda.cu";
-    products.template_version = version();
-    products.compute_dtype = "f16";
-    products.text =
-        absl::StrCat(FusedMoePrelude(geometry), "#define KILN_PART 1\n",
-                     AxisPrelude(assignment, {"tokens_tile", "channels_tile",
-                                              "k_tile", "warps", "stages"}),
-                     TemplateText(products.name));
-    products.headers = CudaHeaders({"cuda/grouped.h", "cuda/warp.h"});
+    SourceUnit products = TileProductUnit(geometry, version(), 1, assignment);
     products.entries = {"kiln_moe_fc1", "kiln_moe_fc2"};
     return {GroupedSupportUnit(geometry, version(), {OperandOrder::kNatural}),
             std::move(products)};
@@ -160,7 +142,8 @@ class Template : public KernelTemplate {
             {"warps", {4, 8}},
             {"stages", {2, 3, 4, 6}},
             {"split_fc1", {1, 2, 4, 8}},
-            {"split_fc2", {1, 2, 4}}};
+            {"split_fc2", {1, 2, 4}},
+            {"sum", {kTileRounded, kTileBiased}}};
   }
 
   // Empty, or the rule that the point breaks.
@@ -168,38 +151,23 @@ class Template : public KernelTemplate {
                                 const AxisPoint& point) {
     const RequestGeometry& geometry = problem.geometry;
     const int64_t channels = point.at("channels_tile");
-    const int64_t warps = point.at("warps");
     if (geometry.intermediate % channels != 0 ||
         geometry.hidden % channels != 0) {
       return absl::StrCat(
           "channels_tile ", channels, " does not divide intermediate ",
           geometry.intermediate, " and hidden ", geometry.hidden);
     }
-    if (channels < 16 * warps) {
-      return absl::StrCat("channels_tile ", channels, " gives ", warps,
-                          " warps less than one tile of 16 channels each");
-    }
-    const int64_t sums =
-        channels / 16 / warps * point.at("tokens_tile") / 8 * 4;
-    if (sums > kSumsMax) {
-      return absl::StrCat(sums, " sums per thread, at most ", kSumsMax,
-                          " fit the registers");
-    }
     if (point.at("split_fc1") > geometry.hidden / 128 ||
         point.at("split_fc2") > geometry.intermediate / 128) {
       return "more K slices than blocks of 128 input channels";
     }
-    const int64_t shared = std::max(SharedBytes(Fc1(geometry), point),
-                                    SharedBytes(Fc2(geometry), point));
-    if (shared > problem.device.shared_bytes_max) {
-      return absl::StrCat("shared memory ", shared, " B exceeds the ",
-                          problem.device.shared_bytes_max, " B of a block on ",
-                          problem.device.target.ToString());
-    }
-    return "";
+    return TileProductRule(point, geometry.weights.codebook,
+                           std::max(Fc1(geometry).bits, Fc2(geometry).bits),
+                           problem.device);
   }
 
-  // Constants, here and in grouped_cost.cc: least squares over the harness's
+  // Constants, in tile_product.cc and grouped_cost.cc: least squares over the
+  // harness's
   // --sweep on an H200 (README.md, "Measured"), where the predicted best is
   // within 7 % of the measured best and the first 16 contain it, for m = 1 to
   // 4096.
@@ -214,9 +182,6 @@ class Template : public KernelTemplate {
 
   static GroupedProduct Grouped(const Product& product, const AxisPoint& point,
                                 int64_t split) {
-    constexpr double kDecodeCycles = 36;
-    constexpr double kUnalignedDecodeCycles = 47;  // bits not a multiple of 4
-    constexpr double kMmaCycles = 8;
     const auto tile = static_cast<double>(point.at("tokens_tile"));
     const auto channels = static_cast<double>(point.at("channels_tile"));
     const auto k_tile = static_cast<double>(point.at("k_tile"));
@@ -224,13 +189,12 @@ class Template : public KernelTemplate {
     grouped.inputs = product.inputs;
     grouped.outputs = product.outputs;
     grouped.split = split;
-    grouped.decode_cycles =
-        product.bits % 4 == 0 ? kDecodeCycles : kUnalignedDecodeCycles;
-    grouped.group_cycles = kMmaCycles;
+    grouped.decode_cycles = TileProductDecodeCycles(point, product.bits);
+    grouped.group_cycles = TileProductMmaCycles(point);
     grouped.stage_pieces =
         k_tile * channels * product.bits / 128 + k_tile * tile / 8;
     grouped.strip_registers = 4;
-    grouped.shared_bytes = SharedBytes(product, point);
+    grouped.shared_bytes = TileProductSharedBytes(point, product.bits);
     return grouped;
   }
 };

@@ -107,8 +107,8 @@ class Template : public KernelTemplate {
 
   Digest sources() const override {
     static const Digest digest = TemplateSourcesDigest(
-        {"axes.cc", "cuda/warp.h", "fused_moe/op.cc", "fused_moe/stream.cu",
-         "fused_moe/template_stream.cc"});
+        {"axes.cc", "cuda/mul1_affine.h", "cuda/warp.h", "fused_moe/op.cc",
+         "fused_moe/stream.cu", "fused_moe/template_stream.cc"});
     return digest;
   }
 
@@ -313,7 +313,7 @@ class Template : public KernelTemplate {
     unit.text =
         absl::StrCat(FusedMoePrelude(geometry), "#define KILN_PART ", part,
                      "\n", axes, TemplateText("fused_moe/stream.cu"));
-    unit.headers = CudaHeaders({"cuda/warp.h"});
+    unit.headers = CudaHeaders({"cuda/mul1_affine.h", "cuda/warp.h"});
     unit.entries = {std::string(entry)};
     return unit;
   }

@@ -10,6 +10,7 @@
 #include "compiler/base/status_macros.h"
 #include "templates/axes.h"
 #include "templates/fused_moe/op.h"
+#include "templates/fused_moe/tile_product.h"
 #include "templates/linear/op.h"
 #include "templates/registry.h"
 
@@ -18,8 +19,6 @@ namespace {
 
 constexpr uint32_t kHelperThreads = 128;  // of rotate and finish
 constexpr uint32_t kHelperWarps = kHelperThreads / 32;
-// Sums that a thread may hold without spilling.
-constexpr int64_t kSumsMax = 128;
 
 // The layer as FC2 of one expert that every token chooses: what the product
 // kernel of fused_moe/cuda.cu is made for.
@@ -36,25 +35,17 @@ RequestGeometry AsExpert(const RequestGeometry& geometry) {
   return expert;
 }
 
-// Ring of packed weights and padded operand rows; fused_moe/README.md, "Steps".
-int64_t SharedBytes(const RequestGeometry& geometry, const AxisPoint& point) {
-  const int64_t k_tile = point.at("k_tile");
-  return point.at("stages") *
-         (k_tile * point.at("channels_tile") * geometry.linear.bits / 8 +
-          point.at("tokens_tile") * (k_tile + 8) * 2);
-}
-
 class Template : public KernelTemplate {
  public:
   absl::string_view name() const override { return "linear.cuda"; }
 
-  uint32_t version() const override { return 1; }
+  uint32_t version() const override { return 2; }
 
   Digest sources() const override {
     static const Digest digest = TemplateSourcesDigest(
-        {"axes.cc", "cuda/grouped.h", "cuda/warp.h", "fused_moe/cuda.cu",
-         "fused_moe/op.cc", "linear/cuda.cu", "linear/op.cc",
-         "linear/template_cuda.cc"});
+        {"axes.cc", "cuda/grouped.h", "cuda/mul1_affine.h", "cuda/warp.h",
+         "fused_moe/cuda.cu", "fused_moe/op.cc", "fused_moe/tile_product.cc",
+         "linear/cuda.cu", "linear/op.cc", "linear/template_cuda.cc"});
     return digest;
   }
 
@@ -94,8 +85,8 @@ class Template : public KernelTemplate {
     body.template_name = std::string(name());
     body.template_version = version();
     body.assignment = assignment;
-    // A sum's order depends on the number of K slices alone.
-    body.numerics_class = absl::StrCat("w4a16.f16.x", point.at("split"));
+    body.numerics_class = absl::StrCat("w4a16.", TileProductClass(point), ".x",
+                                       point.at("split"));
     body.tolerance = kLinearTolerance;
     body.deterministic = true;
     body.overlapped = problem.device.target.level >= 90;
@@ -107,15 +98,17 @@ class Template : public KernelTemplate {
   std::vector<SourceUnit> MakeUnits(
       const RequestGeometry& geometry, const Target&,
       const Assignment& assignment) const override {
-    SourceUnit around = Unit("linear/cuda.cu", LinearPrelude(geometry),
-                             {"kiln_linear_finish", "kiln_linear_rotate"});
+    SourceUnit around;
+    around.name = "linear/cuda.cu";
+    around.template_version = version();
+    around.compute_dtype = "f16";
+    around.text =
+        absl::StrCat(LinearPrelude(geometry), TemplateText(around.name));
+    around.headers = CudaHeaders({"cuda/grouped.h", "cuda/warp.h"});
+    around.entries = {"kiln_linear_finish", "kiln_linear_rotate"};
     SourceUnit product =
-        Unit("fused_moe/cuda.cu",
-             absl::StrCat(
-                 FusedMoePrelude(AsExpert(geometry)), "#define KILN_PART 3\n",
-                 AxisPrelude(assignment, {"tokens_tile", "channels_tile",
-                                          "k_tile", "warps", "stages"})),
-             {"kiln_moe_fc2"});
+        TileProductUnit(AsExpert(geometry), version(), 3, assignment);
+    product.entries = {"kiln_moe_fc2"};
     return {std::move(around), std::move(product)};
   }
 
@@ -127,7 +120,8 @@ class Template : public KernelTemplate {
             {"warps", {4, 8}},
             {"stages", {2, 3, 4, 6}},
             // At least two: the product kernel rounds to fp16 where K is whole.
-            {"split", {2, 4, 8, 16}}};
+            {"split", {2, 4, 8, 16}},
+            {"sum", {kTileRounded, kTileBiased}}};
   }
 
   // Empty, or the rule that the point breaks.
@@ -135,41 +129,22 @@ class Template : public KernelTemplate {
                                 const AxisPoint& point) {
     const LinearShape& shape = problem.geometry.linear;
     const int64_t channels = point.at("channels_tile");
-    const int64_t warps = point.at("warps");
     if (shape.out_features % channels != 0) {
       return absl::StrCat("channels_tile ", channels,
                           " does not divide out_features ", shape.out_features);
-    }
-    if (channels < 16 * warps) {
-      return absl::StrCat("channels_tile ", channels, " gives ", warps,
-                          " warps less than one tile of 16 channels each");
-    }
-    const int64_t sums =
-        channels / 16 / warps * point.at("tokens_tile") / 8 * 4;
-    if (sums > kSumsMax) {
-      return absl::StrCat(sums, " sums per thread, at most ", kSumsMax,
-                          " fit the registers");
     }
     // Two slices always: one of them is empty where K is one block.
     if (point.at("split") > std::max<int64_t>(2, shape.in_features / 128)) {
       return "more K slices than blocks of 128 input channels";
     }
-    const int64_t shared = SharedBytes(problem.geometry, point);
-    if (shared > problem.device.shared_bytes_max) {
-      return absl::StrCat("shared memory ", shared, " B exceeds the ",
-                          problem.device.shared_bytes_max, " B of a block on ",
-                          problem.device.target.ToString());
-    }
-    return "";
+    return TileProductRule(point, problem.geometry.weights.codebook, shape.bits,
+                           problem.device);
   }
 
   // Cycles of the product and of its partial sums; only the order matters. The
   // constants are those of fused_moe.cuda's products on an H200, rounded; they
   // were not fitted to this op.
   static double Cost(const Problem& problem, const AxisPoint& point) {
-    constexpr double kDecodeCycles = 36;  // of a 16 x 16 tile
-    constexpr double kUnalignedDecodeCycles = 47;
-    constexpr double kMmaCycles = 8;     // of 8 tokens
     constexpr double kStageCycles = 16;  // barrier
     constexpr double kCopyCycles = 31;   // of 16 bytes
     constexpr double kWaveCycles = 280;
@@ -191,8 +166,8 @@ class Template : public KernelTemplate {
     const double live = std::min(tile, std::ceil(m / 16) * 16);
     const double per_warp =
         slice / 16 * strips *
-            ((shape.bits % 4 == 0 ? kDecodeCycles : kUnalignedDecodeCycles) +
-             kMmaCycles * live / 8) +
+            (TileProductDecodeCycles(point, shape.bits) +
+             TileProductMmaCycles(point) * live / 8) +
         slice / k_tile * (kStageCycles + kCopyCycles * copies);
 
     const double processors = std::max(1, device.multiprocessors);
@@ -204,7 +179,7 @@ class Template : public KernelTemplate {
         std::floor(
             std::min({static_cast<double>(device.shared_bytes_per_sm) /
                           static_cast<double>(
-                              SharedBytes(problem.geometry, point) + 1024),
+                              TileProductSharedBytes(point, shape.bits) + 1024),
                       static_cast<double>(device.registers_per_sm) /
                           (warps * 32 * registers),
                       2048 / (warps * 32)})),
@@ -217,18 +192,6 @@ class Template : public KernelTemplate {
     const double partial_bytes =
         m * static_cast<double>(shape.out_features) * 8 * split;
     return wave * waves + partial_bytes / (processors * kBytesPerCycle);
-  }
-
-  SourceUnit Unit(const std::string& file, const std::string& prelude,
-                  std::vector<std::string> entries) const {
-    SourceUnit unit;
-    unit.name = file;
-    unit.template_version = version();
-    unit.compute_dtype = "f16";
-    unit.text = absl::StrCat(prelude, TemplateText(file));
-    unit.headers = CudaHeaders({"cuda/grouped.h", "cuda/warp.h"});
-    unit.entries = std::move(entries);
-    return unit;
   }
 
   // Steps, arguments and slices as the heads of the two sources list them.
@@ -282,7 +245,7 @@ class Template : public KernelTemplate {
     add("product", 1, "kiln_moe_fc2",
         FusedMoeTiles(expert, tile, out / channels), LaunchDim::Constant(split),
         static_cast<uint32_t>(point.at("warps") * 32),
-        static_cast<uint32_t>(SharedBytes(geometry, point)),
+        static_cast<uint32_t>(TileProductSharedBytes(point, shape.bits)),
         {operand, p(P::kW), tiles, totals, product, Arg::Tokens()});
     std::vector<Arg> finish = {product, p(P::kSvh)};
     if (shape.bias) finish.push_back(p(P::kBias));

@@ -53,6 +53,7 @@ constexpr u32 kLayers = 12;
 struct Axes {
   u32 tokens = 16, channels = 128, k_tile = 64, warps = 4, stages = 4;
   u32 ctas = 1;
+  u32 sum = 0;
   auto operator<=>(const Axes&) const = default;
 };
 
@@ -65,7 +66,8 @@ struct Choice {
 std::string Text(const Axes& a) {
   return "t" + std::to_string(a.tokens) + ",c" + std::to_string(a.channels) +
          ",k" + std::to_string(a.k_tile) + ",w" + std::to_string(a.warps) +
-         ",s" + std::to_string(a.stages) + ",b" + std::to_string(a.ctas);
+         ",s" + std::to_string(a.stages) + ",b" + std::to_string(a.ctas) +
+         (a.sum == 0 ? "" : ",sum" + std::to_string(a.sum));
 }
 
 std::string Text(const Choice& c) {
@@ -87,6 +89,7 @@ bool IsLegal(const Problem& p, const Axes& a, u64 shared_bytes_max) {
   return p.inter % a.channels == 0 && p.hidden % a.channels == 0 &&
          a.channels >= 16 * a.warps &&
          a.channels / 16 / a.warps * (a.tokens / 8) * 4 <= 128 &&
+         (a.sum == 0 || (p.codebook == 2 && a.tokens <= 32)) &&
          SharedBytes(a, bits) <= shared_bytes_max;
 }
 
@@ -114,6 +117,7 @@ std::string Prelude(const Problem& p, int part, const Axes* a) {
     define("WARPS", a->warps);
     define("STAGES", a->stages);
     define("CTAS", a->ctas);
+    define("SUM", a->sum);
   }
   return s.str();
 }
@@ -158,9 +162,9 @@ class Programs {
       : nvrtc_(nvrtc), arch_(std::move(arch)) {
     source_ = Read(templates + "/fused_moe/cuda.cu");
     for (const char* file :
-         {"cuda/grouped.h", "cuda/warp.h", "device/activation.h",
-          "device/fragment.h", "device/hadamard.h", "device/half.h",
-          "device/platform.h", "device/trellis.h"}) {
+         {"cuda/grouped.h", "cuda/mul1_affine.h", "cuda/warp.h",
+          "device/activation.h", "device/fragment.h", "device/hadamard.h",
+          "device/half.h", "device/platform.h", "device/trellis.h"}) {
       headers_.emplace_back(file, Read(templates + "/" + file));
     }
   }
@@ -739,8 +743,14 @@ struct Tally {
   double worst_exact = 0, worst_staged = 0;
 };
 
-constexpr double kExactMax = 2e-3;   // against float64 without rounding
-constexpr double kStagedMax = 5e-4;  // against the staged rounding boundaries
+constexpr double kExactMax = 2e-3;  // against float64 without rounding
+
+// Against the staged rounding boundaries; biased sums leave one out.
+double StagedMax(const Choice& c) { return c.fc1.sum == 0 ? 5e-4 : 1e-3; }
+
+// What the bits of a result depend on beside the slices: of biased sums, which
+// warps add up the operand.
+u32 SumOrder(const Axes& a) { return a.sum == 0 ? 0 : a.warps; }
 
 void RunProblem(const Problem& p, const std::vector<Choice>& choices,
                 Modules* modules, int threads, Tally* tally) {
@@ -749,8 +759,9 @@ void RunProblem(const Problem& p, const std::vector<Choice>& choices,
   const DeviceData device(p, data);
   std::map<u32, Oracle> oracles;
   for (u32 m : p.tokens) oracles[m] = MakeOracle(p, data, m, threads);
-  // First result of each (m, slices): others must equal it bit for bit.
-  std::map<std::array<u32, 3>, std::pair<std::vector<float>, std::string>>
+  // First result of each (m, slices, orders of sums): others must equal it bit
+  // for bit.
+  std::map<std::array<u32, 5>, std::pair<std::vector<float>, std::string>>
       classes;
   double worst_exact = 0, worst_staged = 0;
   u64 failed = 0, runs = 0;
@@ -784,13 +795,15 @@ void RunProblem(const Problem& p, const std::vector<Choice>& choices,
       const double staged = WorstError(oracle, oracle.staged, out, p.hidden);
       worst_exact = std::max(worst_exact, exact);
       worst_staged = std::max(worst_staged, staged);
-      if (exact > kExactMax || staged > kStagedMax) {
+      if (exact > kExactMax || staged > StagedMax(choice)) {
         char text[96];
         std::snprintf(text, sizeof(text), " error %.2e, staged %.2e;", exact,
                       staged);
         problem += text;
       }
-      const std::array<u32, 3> key = {m, choice.slices1, choice.slices2};
+      const std::array<u32, 5> key = {m, choice.slices1, choice.slices2,
+                                      SumOrder(choice.fc1),
+                                      SumOrder(choice.fc2)};
       const auto [first, fresh] = classes.try_emplace(key, out, Text(choice));
       if (!fresh &&
           std::memcmp(first->second.first.data(), out.data(), count * 4) != 0) {
@@ -821,6 +834,17 @@ struct Case {
 
 Choice Same(Axes a, u32 slices1 = 1, u32 slices2 = 1) {
   return {a, a, slices1, slices2};
+}
+
+// The same choices, and for MUL1 those again whose tiles may have biased sums,
+// with them.
+std::vector<Choice> WithBiased(const Problem& p, std::vector<Choice> choices) {
+  for (size_t i = 0, count = choices.size(); i < count; ++i) {
+    Choice biased = choices[i];
+    biased.fc1.sum = biased.fc2.sum = 3;
+    if (p.codebook == 2 && biased.fc1.tokens <= 32) choices.push_back(biased);
+  }
+  return choices;
 }
 
 std::vector<Choice> Sweep(const Problem& p, u64 shared_max, bool quick) {
@@ -930,6 +954,11 @@ std::vector<Case> Cases(u64 shared_max, bool quick) {
     p.shared = false;
     p.name = "axes, mcg K3 per-expert";
     cases.push_back({p, Sweep(p, shared_max, true)});
+    p.codebook = 2;
+    p.bits = {4, 4, 4};
+    p.shared = true;
+    p.name = "axes, mul1 K4";
+    cases.push_back({p, Sweep(p, shared_max, true)});
   }
   shape("Mixtral-like H1024 I3584 E8", 1024, 3584, 8, 2, 0, 3, {1, 5, 64, 300},
         {plain, small, Same({64, 128, 64, 4, 4, 1})}, false);
@@ -939,6 +968,7 @@ std::vector<Case> Cases(u64 shared_max, bool quick) {
         {plain, small, Same({64, 256, 64, 8, 4, 1}),
          Same({8, 128, 128, 4, 4, 1}, 4, 2)},
         true);
+  for (Case& c : cases) c.choices = WithBiased(c.problem, std::move(c.choices));
   return cases;
 }
 
@@ -1030,7 +1060,7 @@ void Bench(const Problem& p, const std::vector<u32>& tokens, Programs* programs,
   const u32 most = *std::max_element(tokens.begin(), tokens.end());
   std::vector<std::string> preludes;
   for (u32 m : tokens) {
-    for (const Choice& c : BenchChoices(m)) {
+    for (const Choice& c : WithBiased(p, BenchChoices(m))) {
       for (std::string& text : PreludesOf(p, c)) preludes.push_back(text);
     }
   }
@@ -1045,7 +1075,7 @@ void Bench(const Problem& p, const std::vector<u32>& tokens, Programs* programs,
         active * p.hidden * p.inter * (p.bits[0] + p.bits[1] + p.bits[2]) / 8.0;
     std::printf("m=%u: %.1f active experts, %.1f MB of weights\n", m, active,
                 bytes / 1e6);
-    for (const Choice& c : BenchChoices(m)) {
+    for (const Choice& c : WithBiased(p, BenchChoices(m))) {
       if (!IsLegal(p, c.fc1, 227 * 1024) || !IsLegal(p, c.fc2, 227 * 1024)) {
         continue;
       }

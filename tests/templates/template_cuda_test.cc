@@ -236,6 +236,40 @@ TEST(FusedMoeCudaTemplateTest, CandidatesShareTheSupportProgram) {
   }
 }
 
+// The affine map of MUL1 may follow the sum, where tiles have few rows. Which
+// warp adds up the operand at a step depends on their number.
+TEST(FusedMoeCudaTemplateTest, BiasedSumsAreForMul1AndFewRows) {
+  Problem problem = ProblemFor(512, 256, 64);
+  problem.geometry.weights.codebook = Codebook::kMul1;
+  std::map<int64_t, std::set<int64_t>> rows;  // by sum
+  for (const Assignment& point : AllOf(problem)) {
+    const int64_t sum = point.at("sum");
+    rows[sum].insert(point.at("tokens_tile"));
+    ASSERT_OK_AND_ASSIGN(const PlanBody body,
+                         FusedMoeCudaTemplate()->MakeBody(problem, point));
+    const std::string splits = absl::StrCat(".fc1x", point.at("split_fc1"),
+                                            ".fc2x", point.at("split_fc2"));
+    ASSERT_EQ(body.numerics_class,
+              sum == 0 ? absl::StrCat("w4a16.f16", splits)
+                       : absl::StrCat("w4a16.biased.warps", point.at("warps"),
+                                      splits));
+  }
+  EXPECT_THAT(rows[0], ElementsAre(8, 16, 32, 48, 64, 96, 128));
+  EXPECT_THAT(rows[3], ElementsAre(8, 16, 32));
+
+  Assignment bad = AllOf(problem).front();
+  bad["sum"] = 3;
+  bad["tokens_tile"] = 48;
+  EXPECT_THAT(FusedMoeCudaTemplate()->MakeBody(problem, bad),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("biased sums of tokens_tile 48")));
+  bad["tokens_tile"] = 8;
+  problem.geometry.weights.codebook = Codebook::kMcg;
+  EXPECT_THAT(FusedMoeCudaTemplate()->MakeBody(problem, bad),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("made for mul1, not for mcg")));
+}
+
 TEST(FusedMoeCudaTemplateTest, RefusesPointsThatBreakARule) {
   const Problem problem = ProblemFor(512, 384, 9);
   Assignment bad = AllOf(problem).front();

@@ -137,7 +137,8 @@ TEST(FusedMoeWarpgroupTemplateTest, SharesTheStepsOfTheTileTemplate) {
                                                     {"warps", 4},
                                                     {"stages", 3},
                                                     {"split_fc1", 1},
-                                                    {"split_fc2", 1}}));
+                                                    {"split_fc2", 1},
+                                                    {"sum", 0}}));
   ASSERT_EQ(warpgroup.units.size(), 2u);
   EXPECT_NE(warpgroup.units[0].text, tile.units[0].text);
   EXPECT_THAT(warpgroup.units[0].text, HasSubstr("KILN_OPERAND_ORDER 1"));

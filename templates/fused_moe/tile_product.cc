@@ -1,0 +1,97 @@
+#include "templates/fused_moe/tile_product.h"
+
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "templates/fused_moe/op.h"
+#include "templates/registry.h"
+
+namespace kiln {
+namespace {
+
+// Sums that a thread may hold without spilling.
+constexpr int64_t kSumsMax = 128;
+// Rows of a tile beyond which the sums of the operand alone cost more than
+// biased weights save.
+constexpr int64_t kBiasedRowsMax = 32;
+
+}  // namespace
+
+int64_t TileProductSharedBytes(const AxisPoint& point, int bits) {
+  const int64_t k_tile = point.at("k_tile");
+  return point.at("stages") * (k_tile * point.at("channels_tile") * bits / 8 +
+                               point.at("tokens_tile") * (k_tile + 8) * 2);
+}
+
+std::string TileProductRule(const AxisPoint& point, Codebook codebook, int bits,
+                            const DeviceProfile& device) {
+  const int64_t tokens = point.at("tokens_tile");
+  const int64_t channels = point.at("channels_tile");
+  const int64_t warps = point.at("warps");
+  if (channels < 16 * warps) {
+    return absl::StrCat("channels_tile ", channels, " gives ", warps,
+                        " warps less than one tile of 16 channels each");
+  }
+  const int64_t sums = channels / 16 / warps * tokens / 8 * 4;
+  if (sums > kSumsMax) {
+    return absl::StrCat(sums, " sums per thread, at most ", kSumsMax,
+                        " fit the registers");
+  }
+  if (point.at("sum") == kTileBiased) {
+    if (codebook != Codebook::kMul1) {
+      return absl::StrCat("biased sums are made for mul1, not for ",
+                          CodebookName(codebook));
+    }
+    if (tokens > kBiasedRowsMax) {
+      return absl::StrCat("biased sums of tokens_tile ", tokens,
+                          "; they pay up to ", kBiasedRowsMax);
+    }
+  }
+  const int64_t shared = TileProductSharedBytes(point, bits);
+  if (shared > device.shared_bytes_max) {
+    return absl::StrCat("shared memory ", shared, " B exceeds the ",
+                        device.shared_bytes_max, " B of a block on ",
+                        device.target.ToString());
+  }
+  return "";
+}
+
+std::string TileProductClass(const AxisPoint& point) {
+  if (point.at("sum") == kTileRounded) return "f16";
+  // A warp adds up the operand at every warps-th step of K.
+  return absl::StrCat("biased.warps", point.at("warps"));
+}
+
+double TileProductDecodeCycles(const AxisPoint& point, int bits) {
+  constexpr double kCycles = 36;
+  constexpr double kUnalignedCycles = 11;  // bits not a multiple of 4
+  constexpr double kRoundCycles = 4;       // that biased weights do not take
+  return kCycles + (bits % 4 == 0 ? 0 : kUnalignedCycles) -
+         (point.at("sum") == kTileBiased ? kRoundCycles : 0);
+}
+
+double TileProductMmaCycles(const AxisPoint& point) {
+  constexpr double kCycles = 8;
+  // One warp after the other adds up the operand, beside its own channels.
+  const auto strips = static_cast<double>(point.at("channels_tile")) / 16;
+  return point.at("sum") == kTileBiased ? kCycles * (1 + 1 / strips) : kCycles;
+}
+
+SourceUnit TileProductUnit(const RequestGeometry& geometry,
+                           uint32_t template_version, int part,
+                           const Assignment& assignment) {
+  SourceUnit unit;
+  unit.name = "fused_moe/cuda.cu";
+  unit.template_version = template_version;
+  unit.compute_dtype = "f16";
+  unit.text = absl::StrCat(
+      FusedMoePrelude(geometry), "#define KILN_PART ", part, "\n",
+      AxisPrelude(assignment, {"tokens_tile", "channels_tile", "k_tile",
+                               "warps", "stages", "sum"}),
+      TemplateText(unit.name));
+  unit.headers =
+      CudaHeaders({"cuda/grouped.h", "cuda/mul1_affine.h", "cuda/warp.h"});
+  return unit;
+}
+
+}  // namespace kiln
