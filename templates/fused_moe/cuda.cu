@@ -25,9 +25,9 @@
 //   KILN_WARPS             4 or 8
 //   KILN_STAGES            2, 3, 4 or 6 buffers of the cp.async ring
 //   KILN_SUM               0 (default): weights are rounded to fp16 as the
-//                          codebook says; 3 (MUL1, T up to 32): 1024 + byte sum
-//                          is the operand, and sums get the affine map,
-//                          unrounded (cuda/mul1_affine.h)
+//                          codebook says; 3 (MUL1, T 8): 1024 + byte sum is the
+//                          operand, and sums get the affine map, unrounded
+//                          (cuda/mul1_affine.h)
 //   KILN_CTAS              blocks per SM that registers must allow (default 1)
 // (C / 16 / warps) * (T / 8) * 4 sums per thread must not exceed 128.
 //
@@ -658,8 +658,8 @@ static_assert(kStages >= 2, "at least two stages");
 static_assert(kWarpStrips * kTokenGroups * 4 <= 128, "too many sums per lane");
 
 constexpr bool kBiased = KILN_SUM == 3;
-static_assert(KILN_SUM == 0 || (kBiased && KILN_CODEBOOK == 2 && kTokens <= 32),
-              "a sum mode of another codebook or of fewer rows");
+static_assert(KILN_SUM == 0 || (kBiased && KILN_CODEBOOK == 2 && kTokens == 8),
+              "a sum mode of another codebook or of 8 rows");
 
 template <u32 kBits>
 constexpr u32 kWeightBytes = kDepthTile* kChannels* kBits / 8;
@@ -669,7 +669,7 @@ constexpr u32 kWeightBytes = kDepthTile* kChannels* kBits / 8;
 using Sums = float[kWarpStrips][kTokenGroups][4];
 // Sums of the operand alone, which biased products need: of the steps of K that
 // are this warp's turn, as an MMA leaves them, equal in all channels.
-using RowSums = float[kBiased ? kTokenGroups : 1][4];
+using RowSums = float[4];
 
 template <int kBits>
 __device__ __forceinline__ void Decode(const kd::SpanBits& bits, u32 (&a)[4]) {
@@ -677,15 +677,6 @@ __device__ __forceinline__ void Decode(const kd::SpanBits& bits, u32 (&a)[4]) {
     kd::DecodeBiased<kBits>(bits, a);
   } else {
     kd::DecodeFragment<KILN_CODEBOOK, kBits>(bits, a);
-  }
-}
-
-__device__ __forceinline__ void AddRows(bool turn, u32 b0, u32 b1, u32 group,
-                                        RowSums& rows) {
-  if constexpr (kBiased) {
-    constexpr u32 kOnes = 0x3C003C00u;
-    constexpr u32 a[4] = {kOnes, kOnes, kOnes, kOnes};
-    if (turn) kd::Mma(rows[group], a, b0, b1);
   }
 }
 
@@ -752,11 +743,14 @@ __device__ __forceinline__ void ComputeStage(const unsigned char* stage,
       const u32* tile = tiles + (step * kStrips + i) * kd::kTileWords<kBits>;
       Decode<kBits>(kd::LoadSpan(tile, span), a[i]);
     }
-    const bool own = step % kWarps == turn;
     if constexpr (kTokens == 8) {
       if (step % 2 == 0) kd::LoadMatrices(operand + step * 32, b);
       const u32 b0 = b[step % 2 * 2], b1 = b[step % 2 * 2 + 1];
-      AddRows(own, b0, b1, 0, row_sums);
+      if (kBiased && step % kWarps == turn) {
+        constexpr u32 kOnes = 0x3C003C00u;
+        constexpr u32 ones[4] = {kOnes, kOnes, kOnes, kOnes};
+        kd::Mma(row_sums, ones, b0, b1);
+      }
 #pragma unroll
       for (u32 i = 0; i < kWarpStrips; ++i) kd::Mma(sums[i][0], a[i], b0, b1);
     } else {
@@ -764,13 +758,11 @@ __device__ __forceinline__ void ComputeStage(const unsigned char* stage,
       for (u32 g = 0; g < kTokenGroups; g += 2) {
         if (g != 0 && g * 8 >= rows) continue;
         kd::LoadMatrices(operand + step * 32 + g * (8 * kRowHalves * 2), b);
-        AddRows(own, b[0], b[1], g, row_sums);
 #pragma unroll
         for (u32 i = 0; i < kWarpStrips; ++i) {
           kd::Mma(sums[i][g], a[i], b[0], b[1]);
         }
         if (g * 8 + 8 >= rows) continue;
-        AddRows(own, b[2], b[3], g + 1, row_sums);
 #pragma unroll
         for (u32 i = 0; i < kWarpStrips; ++i) {
           kd::Mma(sums[i][g + 1], a[i], b[2], b[3]);
@@ -780,38 +772,30 @@ __device__ __forceinline__ void ComputeStage(const unsigned char* stage,
   }
 }
 
-// The affine map of biased products. All warps call it after the last stage;
-// shared: kWarps * kTokens floats of the ring.
+// The affine map of biased products. All warps call it after the last stage.
+//   shared: of kWarps rows of 8 sums, in the ring
 __device__ __forceinline__ void ApplyAffine(const RowSums& row_sums,
-                                            float* shared, Sums& sums) {
+                                            unsigned char* shared, Sums& sums) {
   const u32 lane = threadIdx.x % 32;
   float2* const pairs = reinterpret_cast<float2*>(shared);
-  constexpr u32 kPairs = kTokens / 2;
   __syncthreads();  // nobody reads the ring any more
   if (lane < 4) {
-#pragma unroll
-    for (u32 g = 0; g < kTokenGroups; ++g) {
-      pairs[threadIdx.x / 32 * kPairs + g * 4 + lane] =
-          make_float2(row_sums[g][0], row_sums[g][1]);
-    }
+    pairs[threadIdx.x / 32 * 4 + lane] = make_float2(row_sums[0], row_sums[1]);
   }
   __syncthreads();
+  float rest[2] = {0.0f, 0.0f};
 #pragma unroll
-  for (u32 g = 0; g < kTokenGroups; ++g) {
-    float rest[2] = {0.0f, 0.0f};
+  for (u32 w = 0; w < kWarps; ++w) {
+    const float2 some = pairs[w * 4 + lane % 4];
+    rest[0] += some.x;
+    rest[1] += some.y;
+  }
 #pragma unroll
-    for (u32 w = 0; w < kWarps; ++w) {
-      const float2 some = pairs[w * kPairs + g * 4 + lane % 4];
-      rest[0] += some.x;
-      rest[1] += some.y;
-    }
+  for (u32 i = 0; i < kWarpStrips; ++i) {
 #pragma unroll
-    for (u32 i = 0; i < kWarpStrips; ++i) {
-#pragma unroll
-      for (u32 d = 0; d < 4; ++d) {
-        sums[i][g][d] = kd::Fma(sums[i][g][d], kd::kBiasedScale,
-                                rest[d % 2] * kd::kBiasedOffset);
-      }
+    for (u32 d = 0; d < 4; ++d) {
+      sums[i][0][d] = kd::Fma(sums[i][0][d], kd::kBiasedScale,
+                              rest[d % 2] * kd::kBiasedOffset);
     }
   }
 }
@@ -867,9 +851,7 @@ __device__ __forceinline__ void Multiply(
                         row_sums);
     slot = slot == kStages - 1 ? 0 : slot + 1;
   }
-  if constexpr (kBiased) {
-    ApplyAffine(row_sums, reinterpret_cast<float*>(shared), sums);
-  }
+  if constexpr (kBiased) ApplyAffine(row_sums, shared, sums);
 }
 
 }  // namespace

@@ -11,9 +11,9 @@ namespace {
 
 // Sums that a thread may hold without spilling.
 constexpr int64_t kSumsMax = 128;
-// Rows of a tile beyond which the sums of the operand alone cost more than
-// biased weights save.
-constexpr int64_t kBiasedRowsMax = 32;
+// Of more rows, the sums of the operand alone cost more than biased weights
+// save.
+constexpr int64_t kBiasedRows = 8;
 
 }  // namespace
 
@@ -42,9 +42,9 @@ std::string TileProductRule(const AxisPoint& point, Codebook codebook, int bits,
       return absl::StrCat("biased sums are made for mul1, not for ",
                           CodebookName(codebook));
     }
-    if (tokens > kBiasedRowsMax) {
-      return absl::StrCat("biased sums of tokens_tile ", tokens,
-                          "; they pay up to ", kBiasedRowsMax);
+    if (tokens != kBiasedRows) {
+      return absl::StrCat("biased sums are made for tokens_tile ", kBiasedRows,
+                          ", not for ", tokens);
     }
   }
   const int64_t shared = TileProductSharedBytes(point, bits);
@@ -66,8 +66,8 @@ double TileProductDecodeCycles(const AxisPoint& point, int bits) {
   constexpr double kCycles = 36;
   constexpr double kUnalignedCycles = 11;  // bits not a multiple of 4
   constexpr double kRoundCycles = 4;       // that biased weights do not take
-  return kCycles + (bits % 4 == 0 ? 0 : kUnalignedCycles) -
-         (point.at("sum") == kTileBiased ? kRoundCycles : 0);
+  if (bits % 4 != 0) return kCycles + kUnalignedCycles;
+  return kCycles - (point.at("sum") == kTileBiased ? kRoundCycles : 0);
 }
 
 double TileProductMmaCycles(const AxisPoint& point) {

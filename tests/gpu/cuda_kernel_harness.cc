@@ -89,7 +89,7 @@ bool IsLegal(const Problem& p, const Axes& a, u64 shared_bytes_max) {
   return p.inter % a.channels == 0 && p.hidden % a.channels == 0 &&
          a.channels >= 16 * a.warps &&
          a.channels / 16 / a.warps * (a.tokens / 8) * 4 <= 128 &&
-         (a.sum == 0 || (p.codebook == 2 && a.tokens <= 32)) &&
+         (a.sum == 0 || (p.codebook == 2 && a.tokens == 8)) &&
          SharedBytes(a, bits) <= shared_bytes_max;
 }
 
@@ -746,7 +746,7 @@ struct Tally {
 constexpr double kExactMax = 2e-3;  // against float64 without rounding
 
 // Against the staged rounding boundaries; biased sums leave one out.
-double StagedMax(const Choice& c) { return c.fc1.sum == 0 ? 5e-4 : 1e-3; }
+double StagedMax(const Choice& c) { return c.fc1.sum == 0 ? 5e-4 : 1.5e-3; }
 
 // What the bits of a result depend on beside the slices: of biased sums, which
 // warps add up the operand.
@@ -842,7 +842,7 @@ std::vector<Choice> WithBiased(const Problem& p, std::vector<Choice> choices) {
   for (size_t i = 0, count = choices.size(); i < count; ++i) {
     Choice biased = choices[i];
     biased.fc1.sum = biased.fc2.sum = 3;
-    if (p.codebook == 2 && biased.fc1.tokens <= 32) choices.push_back(biased);
+    if (p.codebook == 2 && biased.fc1.tokens == 8) choices.push_back(biased);
   }
   return choices;
 }

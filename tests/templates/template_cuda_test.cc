@@ -255,14 +255,14 @@ TEST(FusedMoeCudaTemplateTest, BiasedSumsAreForMul1AndFewRows) {
                                       splits));
   }
   EXPECT_THAT(rows[0], ElementsAre(8, 16, 32, 48, 64, 96, 128));
-  EXPECT_THAT(rows[3], ElementsAre(8, 16, 32));
+  EXPECT_THAT(rows[3], ElementsAre(8));
 
   Assignment bad = AllOf(problem).front();
   bad["sum"] = 3;
-  bad["tokens_tile"] = 48;
+  bad["tokens_tile"] = 16;
   EXPECT_THAT(FusedMoeCudaTemplate()->MakeBody(problem, bad),
               StatusIs(absl::StatusCode::kInvalidArgument,
-                       HasSubstr("biased sums of tokens_tile 48")));
+                       HasSubstr("made for tokens_tile 8, not for 16")));
   bad["tokens_tile"] = 8;
   problem.geometry.weights.codebook = Codebook::kMcg;
   EXPECT_THAT(FusedMoeCudaTemplate()->MakeBody(problem, bad),
