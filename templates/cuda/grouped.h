@@ -279,10 +279,9 @@ KILN_FN void Scale4(const u16* table, float (&v)[4]) {
   for (u32 i = 0; i < 4; ++i) v[i] *= scale[i];
 }
 
-// Of x, binary16 or bfloat16, rounded to binary16.
+// Four of x, binary16 or bfloat16, rounded to binary16.
 template <bool kBfloat>
-KILN_FN void LoadX4(const u16* x, float (&v)[4]) {
-  const uint2 bits = *reinterpret_cast<const uint2*>(x);
+KILN_FN void UnpackX4(uint2 bits, float (&v)[4]) {
   if constexpr (kBfloat) {
     const u32 halves[4] = {bits.x & 0xFFFFu, bits.x >> 16, bits.y & 0xFFFFu,
                            bits.y >> 16};
@@ -293,6 +292,11 @@ KILN_FN void LoadX4(const u16* x, float (&v)[4]) {
   } else {
     Unpack4(bits, v);
   }
+}
+
+template <bool kBfloat>
+KILN_FN void LoadX4(const u16* x, float (&v)[4]) {
+  UnpackX4<kBfloat>(*reinterpret_cast<const uint2*>(x), v);
 }
 
 // ---- results ---------------------------------------------------------------

@@ -169,59 +169,74 @@ __device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 row,
 #endif  // KILN_OPERAND_CODES
 
 // The operand of fc1: H512, gate_up_suh, H128. Four warps share a chunk, one
-// quarter each; without transforms a warp has a chunk of its own.
-__device__ __forceinline__ void RotateBlock(const u16* __restrict__ x,
-                                            const u16* __restrict__ suh,
-                                            Value* __restrict__ values,
-                                            Scale* __restrict__ scales,
-                                            u32 tokens, u32 block) {
-  __shared__ float4 shared[kRotations][kChunk / 4];
+// quarter each; without transforms a warp has a chunk of its own. Block `block`
+// of `blocks` has every blocks-th kRotations chunks, and asks for the next ones
+// before it works on those that came.
+__device__ __forceinline__ void RotateTokens(const u16* __restrict__ x,
+                                             const u16* __restrict__ suh,
+                                             Value* __restrict__ values,
+                                             Scale* __restrict__ scales,
+                                             u32 tokens, u32 block,
+                                             u32 blocks) {
+  __shared__ float4 shared[2][kRotations][kChunk / 4];
   const u32 lane = threadIdx.x % 32;
-  const u32 warp = threadIdx.x / 32;
-  const u32 quarter = warp % kChunkWarps;
-  const u32 item = block * kRotations + warp / kChunkWarps;  // chunk of x
-  const bool live = item < tokens * kChunks;
-  const u64 first = static_cast<u64>(item) * kChunk + quarter * kQuarter;
-  float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  if (live) kd::LoadX4<KILN_X_BF16 != 0>(x + first + lane * 4, v);
-  if constexpr (kCoupled) {
-    kd::WarpHadamard128(v, lane);
-    shared[warp / 4][quarter * (kQuarter / 4) + lane] =
-        make_float4(v[0], v[1], v[2], v[3]);
-    __syncthreads();
-  }
-  if (!live) return;
-  if constexpr (kCoupled) {
-    // v becomes this quarter of the butterfly over the four.
-    float four[4][4];
+  const u32 group = threadIdx.x / 32 / kChunkWarps;
+  const u32 quarter = threadIdx.x / 32 % kChunkWarps;
+  const u32 own = quarter * kQuarter + lane * 4;  // of the chunk, four channels
+  const u32 items = tokens * kChunks;             // chunks of x
+  const auto load = [&](u32 item) {
+    return item < items ? *reinterpret_cast<const uint2*>(
+                              x + static_cast<u64>(item) * kChunk + own)
+                        : make_uint2(0, 0);
+  };
+  uint2 upcoming = load(block * kRotations + group);
+  u32 buffer = 0;
+#pragma unroll 1
+  for (u32 first = block * kRotations; first < items;
+       first += blocks * kRotations) {
+    const u32 item = first + group;
+    float v[4];
+    kd::UnpackX4<KILN_X_BF16 != 0>(upcoming, v);
+    upcoming = load(item + blocks * kRotations);
+    if constexpr (kCoupled) {
+      kd::WarpHadamard128(v, lane);
+      // Two buffers: who still reads the one before has not come here yet.
+      float4(&chunk)[kChunk / 4] = shared[buffer][group];
+      buffer ^= 1;
+      chunk[own / 4] = make_float4(v[0], v[1], v[2], v[3]);
+      __syncthreads();
+      // v becomes this quarter of the butterfly over the four.
+      const float inner = quarter % 2 == 0 ? 1.0f : -1.0f;
+      const float outer = quarter < 2 ? 1.0f : -1.0f;
+      float four[4][4];
 #pragma unroll
-    for (u32 q = 0; q < 4; ++q) {
-      const float4 part = shared[warp / 4][q * (kQuarter / 4) + lane];
-      four[0][q] = part.x;
-      four[1][q] = part.y;
-      four[2][q] = part.z;
-      four[3][q] = part.w;
-    }
+      for (u32 q = 0; q < 4; ++q) {
+        const float4 part = chunk[q * (kQuarter / 4) + lane];
+        four[0][q] = part.x;
+        four[1][q] = part.y;
+        four[2][q] = part.z;
+        four[3][q] = part.w;
+      }
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-      kd::Hadamard4(four[i]);
-      const float low = quarter % 2 == 0 ? four[i][0] : four[i][1];
-      const float high = quarter % 2 == 0 ? four[i][2] : four[i][3];
-      v[i] = (quarter < 2 ? low : high) * 0.5f;
+      for (u32 i = 0; i < 4; ++i) {
+        const float low = kd::Fma(four[i][1], inner, four[i][0]);
+        const float high = kd::Fma(four[i][3], inner, four[i][2]);
+        v[i] = kd::Fma(high, outer, low) * 0.5f;
+      }
+      kd::Scale4(suh + item % kChunks * kChunk + own, v);
+      kd::WarpHadamard128(v, lane);
     }
-    kd::Scale4(suh + item % kChunks * kChunk + quarter * kQuarter + lane * 4,
-               v);
-    kd::WarpHadamard128(v, lane);
+    if (item < items) {
+      StoreOperand<kHidden>(v, item / kChunks,
+                            item % kChunks * kChunk + quarter * kQuarter, lane,
+                            values, scales);
+    }
   }
-  StoreOperand<kHidden>(v, item / kChunks,
-                        item % kChunks * kChunk + quarter * kQuarter, lane,
-                        values, scales);
 }
 
 }  // namespace
 
-// Blocks beyond those that sort the routes rotate and round x, kRotations
-// chunks each.
+// Blocks beyond those that sort the routes rotate and round x.
 extern "C" __global__ void __launch_bounds__(kRouteThreads)
     kiln_mx_route(const RouteId* __restrict__ ids, const u32* counts,
                   Row* __restrict__ rows, u32* __restrict__ positions,
@@ -234,7 +249,8 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
     kd::PlaceSegment<kExperts, 0>(ids, counts, rows, positions, tiles, totals,
                                   tokens * kTopK, length, tokens_tile);
   } else {
-    RotateBlock(x, suh, x_values, x_scales, tokens, blockIdx.x - segments);
+    RotateTokens(x, suh, x_values, x_scales, tokens, blockIdx.x - segments,
+                 gridDim.x - segments);
   }
 }
 
