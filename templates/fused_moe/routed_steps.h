@@ -15,7 +15,7 @@
 
 namespace kiln {
 
-// Of kernels that sort routes: kRouteThreads and kRouteWarps of cuda/grouped.h.
+// Of kernels that sort routes: kRouteThreads of cuda/grouped.h.
 inline constexpr uint32_t kRouteThreads = 1024;
 inline constexpr uint32_t kRouteWarps = kRouteThreads / 32;
 // Of other kernels that are no product.
