@@ -35,6 +35,8 @@ struct alignas(16) Totals {
 
 // ---- routing ---------------------------------------------------------------
 
+// Launched by the host, which has these numbers and kPlaceBytes once more, in
+// fused_moe/routed_steps.h.
 constexpr u32 kRouteThreads = 1024;
 constexpr u32 kRouteWarps = kRouteThreads / 32;
 static_assert(kRouteWarps == 32, "a lane per warp");

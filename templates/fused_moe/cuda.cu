@@ -173,22 +173,16 @@ __device__ __forceinline__ void Rotate(const RotationInput& input,
 
 #if KILN_SHARED_SUH
 
-#if KILN_ATOMIC_SUM
-#define KILN_OUT_PARAMETER float* __restrict__ out,
-#define KILN_OUT out,
-#else
-#define KILN_OUT_PARAMETER
-#define KILN_OUT
-#endif
-
 namespace {
 
 // With shared tables the operands do not depend on the routes: blocks from
 // `before` on rotate, kWarpRotations 128 blocks of one token each per warp.
+//   out: where routes are added up it is cleared; elsewhere null
 __device__ __forceinline__ void RotateTokens(
     u32 before, const u16* __restrict__ x, const u16* __restrict__ gate_suh,
     const u16* __restrict__ up_suh, u16* __restrict__ gate_operand,
-    u16* __restrict__ up_operand, KILN_OUT_PARAMETER u32 tokens) {
+    u16* __restrict__ up_operand, [[maybe_unused]] float* __restrict__ out,
+    u32 tokens) {
   constexpr u32 kBlocks = kHidden / 128;
   const u32 lane = threadIdx.x % 32;
   const u32 first =
@@ -209,50 +203,55 @@ __device__ __forceinline__ void RotateTokens(
     if (item < items) {
       Rotate(inputs[i], gate_operand, up_operand, item / kBlocks,
              item % kBlocks * 128 + lane * 4, lane);
-#if KILN_ATOMIC_SUM
-      // Items follow each other in `out`.
-      reinterpret_cast<float4*>(out)[item * 32 + lane] =
-          make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#endif
+      if constexpr (KILN_ATOMIC_SUM != 0) {
+        // Items follow each other in `out`.
+        reinterpret_cast<float4*>(out)[item * 32 + lane] =
+            make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
     }
   }
 }
 
 }  // namespace
 
-// `segments` blocks sort the routes: one, or as many as kiln_moe_count had.
+#endif  // KILN_SHARED_SUH
+
+// Sorts the routes: by `segments` blocks with shared tables, one or as many as
+// kiln_moe_count had, and by all without.
 extern "C" __global__ void __launch_bounds__(kRouteThreads)
     kiln_moe_route(const RouteId* __restrict__ ids, const u32* counts,
                    Row* __restrict__ rows, u32* __restrict__ positions,
                    Tile* __restrict__ tiles, Totals* __restrict__ totals,
+#if KILN_SHARED_SUH
                    const u16* __restrict__ x, const u16* __restrict__ gate_suh,
                    const u16* __restrict__ up_suh,
                    u16* __restrict__ gate_operand, u16* __restrict__ up_operand,
-                   KILN_OUT_PARAMETER u32 tokens, u32 segments, u32 length,
-                   u32 tokens_tile) {
+#if KILN_ATOMIC_SUM
+                   float* __restrict__ out,
+#endif
+#endif
+                   u32 tokens,
+#if KILN_SHARED_SUH
+                   u32 segments,
+#endif
+                   u32 length, u32 tokens_tile) {
   kd::BeginStep();
-  if (blockIdx.x < segments) {
-    kd::PlaceSegment<kExperts, kShareUnit>(ids, counts, rows, positions, tiles,
-                                           totals, tokens * kTopK, length,
-                                           tokens_tile);
-  } else {
-    RotateTokens(segments, x, gate_suh, up_suh, gate_operand, up_operand,
-                 KILN_OUT tokens);
+#if KILN_SHARED_SUH
+#if !KILN_ATOMIC_SUM
+  constexpr float* out = nullptr;
+#endif
+  if (blockIdx.x >= segments) {
+    RotateTokens(segments, x, gate_suh, up_suh, gate_operand, up_operand, out,
+                 tokens);
+    return;
   }
-}
-
-#else
-
-extern "C" __global__ void __launch_bounds__(kRouteThreads)
-    kiln_moe_route(const RouteId* __restrict__ ids, const u32* counts,
-                   Row* __restrict__ rows, u32* __restrict__ positions,
-                   Tile* __restrict__ tiles, Totals* __restrict__ totals,
-                   u32 tokens, u32 length, u32 tokens_tile) {
-  kd::BeginStep();
+#endif
   kd::PlaceSegment<kExperts, kShareUnit>(ids, counts, rows, positions, tiles,
                                          totals, tokens * kTopK, length,
                                          tokens_tile);
 }
+
+#if !KILN_SHARED_SUH
 
 // Per-expert tables: operands per sorted row.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
@@ -273,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
       gate_operand, up_operand, at, column, lane);
 }
 
-#endif  // KILN_SHARED_SUH
+#endif  // !KILN_SHARED_SUH
 
 // Of many routes: what kiln_moe_route sorts them by.
 extern "C" __global__ void __launch_bounds__(kRouteThreads)

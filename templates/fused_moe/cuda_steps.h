@@ -9,6 +9,7 @@
 #include "compiler/spec/kernel_template.h"
 #include "compiler/spec/plan.h"
 #include "compiler/spec/request.h"
+#include "templates/fused_moe/routed_steps.h"
 
 namespace kiln {
 
@@ -23,14 +24,6 @@ struct GroupedForm {
   // kiln_moe_decode of program 1 comes first and hands the products fp16
   // weights; KILN_DECODED of warpgroup.cu.
   bool decoded = false;
-};
-
-// How a matrix product is launched.
-struct GroupedLaunch {
-  LaunchDim blocks;     // grid.x
-  uint32_t slices = 1;  // of K: grid.y; above one the result is partial sums
-  uint32_t threads = 0;
-  uint32_t shared_bytes = 0;  // dynamic
 };
 
 // cuda.cu, part 0: the same program for all candidates of a form.

@@ -223,18 +223,6 @@ __device__ __forceinline__ void FindPlaces(const i32* __restrict__ modes_fc1,
   }
 }
 
-// What the blocks that sort the routes do.
-__device__ __forceinline__ void Route(
-    const RouteId* __restrict__ ids, const u32* counts,
-    const i32* __restrict__ modes_fc1, const i32* __restrict__ modes_fc2,
-    Row* __restrict__ rows, u32* __restrict__ positions,
-    Tile* __restrict__ tiles, Totals* __restrict__ totals,
-    u32* __restrict__ places, u32 tokens, u32 length, u32 tokens_tile) {
-  kd::PlaceSegment<kExperts, 0>(ids, counts, rows, positions, tiles, totals,
-                                tokens * kTopK, length, tokens_tile);
-  if (blockIdx.x == 0) FindPlaces(modes_fc1, modes_fc2, places);
-}
-
 }  // namespace
 
 // Of many routes: what kiln_qsrt_route sorts them by.
@@ -269,48 +257,44 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
 
 #endif  // KILN_ACTIVATION_BITS == 16
 
-#if KILN_SHARED_SUH
-
-// With shared tables the operands do not depend on the routes: blocks beyond
-// those that sort rotate, one 128 block of one token per warp.
+// Sorts the routes. With shared tables the operands do not depend on them:
+// blocks beyond `segments` that sort rotate, one 128 block of one token per
+// warp.
 extern "C" __global__ void __launch_bounds__(kRouteThreads)
     kiln_qsrt_route(const RouteId* __restrict__ ids, const u32* counts,
                     const i32* __restrict__ modes_fc1,
                     const i32* __restrict__ modes_fc2, Row* __restrict__ rows,
                     u32* __restrict__ positions, Tile* __restrict__ tiles,
                     Totals* __restrict__ totals, u32* __restrict__ places,
+#if KILN_SHARED_SUH
                     const u16* __restrict__ x, const u16* __restrict__ gate_suh,
                     const u16* __restrict__ up_suh,
                     Value* __restrict__ gate_operand,
-                    Value* __restrict__ up_operand, u32 tokens, u32 segments,
+                    Value* __restrict__ up_operand,
+#endif
+                    u32 tokens,
+#if KILN_SHARED_SUH
+                    u32 segments,
+#endif
                     u32 length, u32 tokens_tile) {
   kd::BeginStep();
-  if (blockIdx.x < segments) {
-    Route(ids, counts, modes_fc1, modes_fc2, rows, positions, tiles, totals,
-          places, tokens, length, tokens_tile);
+#if KILN_SHARED_SUH
+  if (blockIdx.x >= segments) {
+    const u32 lane = threadIdx.x % 32;
+    const u32 item = (blockIdx.x - segments) * kRouteWarps + threadIdx.x / 32;
+    const u32 token = item / kBlocks;
+    if (token >= tokens) return;
+    Rotate(x, gate_suh, up_suh, token, 0, token,
+           item % kBlocks * 128 + lane * 4, lane, gate_operand, up_operand);
     return;
   }
-  const u32 lane = threadIdx.x % 32;
-  const u32 item = (blockIdx.x - segments) * kRouteWarps + threadIdx.x / 32;
-  const u32 token = item / kBlocks;
-  if (token >= tokens) return;
-  Rotate(x, gate_suh, up_suh, token, 0, token, item % kBlocks * 128 + lane * 4,
-         lane, gate_operand, up_operand);
+#endif
+  kd::PlaceSegment<kExperts, 0>(ids, counts, rows, positions, tiles, totals,
+                                tokens * kTopK, length, tokens_tile);
+  if (blockIdx.x == 0) FindPlaces(modes_fc1, modes_fc2, places);
 }
 
-#else
-
-extern "C" __global__ void __launch_bounds__(kRouteThreads)
-    kiln_qsrt_route(const RouteId* __restrict__ ids, const u32* counts,
-                    const i32* __restrict__ modes_fc1,
-                    const i32* __restrict__ modes_fc2, Row* __restrict__ rows,
-                    u32* __restrict__ positions, Tile* __restrict__ tiles,
-                    Totals* __restrict__ totals, u32* __restrict__ places,
-                    u32 tokens, u32 length, u32 tokens_tile) {
-  kd::BeginStep();
-  Route(ids, counts, modes_fc1, modes_fc2, rows, positions, tiles, totals,
-        places, tokens, length, tokens_tile);
-}
+#if !KILN_SHARED_SUH
 
 // Per-expert tables: operands per sorted row.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
@@ -329,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
          item % kBlocks * 128 + lane * 4, lane, gate_operand, up_operand);
 }
 
-#endif  // KILN_SHARED_SUH
+#endif  // !KILN_SHARED_SUH
 
 // Between the products: one record of one sorted row per warp.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)

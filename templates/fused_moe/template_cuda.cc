@@ -48,7 +48,7 @@ class Template : public KernelTemplate {
         {"axes.cc", "cuda/grouped.h", "cuda/mul1_affine.h", "cuda/warp.h",
          "fused_moe/cuda.cu", "fused_moe/cuda_steps.cc",
          "fused_moe/grouped_cost.cc", "fused_moe/op.cc",
-         "fused_moe/route_segments.h", "fused_moe/template_cuda.cc",
+         "fused_moe/routed_steps.cc", "fused_moe/template_cuda.cc",
          "fused_moe/tile_product.cc"});
     return digest;
   }

@@ -12,14 +12,12 @@
 #include "templates/fused_moe/grouped_cost.h"
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/op_mx.h"
-#include "templates/fused_moe/route_segments.h"
+#include "templates/fused_moe/routed_steps.h"
 #include "templates/registry.h"
 
 namespace kiln {
 namespace {
 
-constexpr uint32_t kHelperThreads = 128;
-constexpr uint32_t kHelperWarps = kHelperThreads / 32;
 constexpr uint32_t kScaleBlock = 32;
 // Channels that one warp of a helper has.
 constexpr uint32_t kWarpChannels = 128;
@@ -87,7 +85,7 @@ class Template : public KernelTemplate {
       for (const char* file :
            {"axes.cc", "fused_moe/grouped_cost.cc", "fused_moe/mx_cuda.cu",
             "fused_moe/op.cc", "fused_moe/op_mx.cc",
-            "fused_moe/route_segments.h", "fused_moe/template_mx_cuda.cc"}) {
+            "fused_moe/routed_steps.cc", "fused_moe/template_mx_cuda.cc"}) {
         files.push_back(file);
       }
       return TemplateSourcesDigest(files);
@@ -301,93 +299,55 @@ void AddMxSteps(const Problem& problem, const AxisPoint& assignment,
   const auto split2 = static_cast<uint32_t>(assignment.at("split_fc2"));
   const auto hidden = static_cast<uint32_t>(geometry.hidden);
   const auto inter = static_cast<uint32_t>(geometry.intermediate);
-  const auto experts = static_cast<uint32_t>(geometry.experts);
   const auto top_k = static_cast<uint32_t>(geometry.top_k);
   const uint32_t capacity = problem.interval.m_max;
   const uint64_t routes = uint64_t{capacity} * top_k;
 
-  ArenaLayout& arena = body->arena;
-  const auto slice = [&arena](absl::string_view name, uint64_t bytes) {
-    return Arg::Arena(arena.Add(name, bytes));
-  };
+  RoutedSteps steps("mx", geometry, capacity, tile, body);
+  const auto& [tiles, totals, rows, positions] = steps.lists();
   const auto scales = [&](uint64_t values) {
     return terms * values / kScaleBlock * operands.scale_bytes;
   };
-  const Arg tiles =
-      slice("tiles", 16 * FusedMoeTilesMax(geometry, tile, capacity));
-  const Arg totals = slice("totals", 16);
-  const Arg rows = slice("rows", 8 * routes);
-  const Arg positions = slice("positions", 4 * routes);
   const Arg x_values =
-      slice("x_values", operands.value_bytes * terms * hidden * capacity);
-  const Arg x_scales = slice("x_scales", scales(uint64_t{hidden} * capacity));
-  const Arg fc1 =
-      slice("fc1", split1 == 1 ? uint64_t{4} * inter * routes
-                               : uint64_t{8} * inter * split1 * routes);
+      steps.Slice("x_values", operands.value_bytes * terms * hidden * capacity);
+  const Arg x_scales =
+      steps.Slice("x_scales", scales(uint64_t{hidden} * capacity));
+  const Arg fc1 = steps.ProductSlice("fc1", uint64_t{2} * inter, split1);
   const Arg mid_values =
-      slice("mid_values", operands.value_bytes * terms * inter * routes);
-  const Arg mid_scales = slice("mid_scales", scales(inter * routes));
-  const Arg fc2 =
-      slice("fc2", split2 == 1 ? uint64_t{2} * hidden * routes
-                               : uint64_t{4} * hidden * split2 * routes);
+      steps.Slice("mid_values", operands.value_bytes * terms * inter * routes);
+  const Arg mid_scales = steps.Slice("mid_scales", scales(inter * routes));
+  const Arg fc2 = steps.ProductSlice("fc2", hidden, split2);
 
   const auto p = [&](MxParam param) { return MxArg(geometry, param); };
   using P = MxParam;
-  const LaunchDim one = LaunchDim::Constant(1);
   // Warps that share a chunk of a token's channels, H512 or 128 of them.
   const uint32_t chunk_warps =
       geometry.mx.boundary == MxBoundary::kCoupled ? 4 : 1;
   const uint32_t chunks = hidden / (kWarpChannels * chunk_warps);
-  const uint32_t route_chunks = kRouteWarps / chunk_warps;
-  const auto add = [body](absl::string_view label, uint32_t program,
-                          LaunchDim x, LaunchDim y, uint32_t block,
-                          uint32_t shared_bytes, std::vector<Arg> args) {
-    Step step;
-    step.label = std::string(label);
-    step.program = program;
-    step.entry = absl::StrCat("kiln_mx_", label);
-    step.grid = {x, y, LaunchDim::Constant(1)};
-    step.block = {block, 1, 1};
-    step.dynamic_shared_bytes = shared_bytes;
-    step.args = std::move(args);
-    body->steps.push_back(std::move(step));
+  const auto product = [&](uint32_t width, uint32_t split) {
+    return GroupedLaunch{
+        .blocks = FusedMoeTiles(geometry, tile, width / channels),
+        .slices = split,
+        .threads = threads,
+        .shared_bytes = static_cast<uint32_t>(operands.product_shared_bytes)};
   };
-  const auto shared = static_cast<uint32_t>(operands.product_shared_bytes);
-  // Blocks beyond those that sort the routes rotate the tokens.
-  const RouteSegments segments = RouteSegmentsOf(routes);
-  Arg counts = Arg::U64(0);
-  if (segments.counted()) {
-    counts = slice("counts", segments.counts_bytes(experts));
-    add("count", 0, segments.counting_blocks(top_k), one, kRouteThreads, 0,
-        {p(P::kTopkIds), counts, Arg::Tokens(), Arg::U32(segments.length)});
-  }
-  add("route", 0,
-      LaunchDim::Of({.mul = chunks,
-                     .add = route_chunks * segments.count,
-                     .div = route_chunks}),
-      one, kRouteThreads, RouteSharedBytes(experts),
-      {p(P::kTopkIds), counts, rows, positions, tiles, totals, p(P::kX),
-       p(P::kGateUpSuh), x_values, x_scales, Arg::Tokens(),
-       Arg::U32(segments.count), Arg::U32(segments.length), Arg::U32(tile)});
-  add("fc1", 1, FusedMoeTiles(geometry, tile, 2 * inter / channels),
-      LaunchDim::Constant(split1), threads, shared,
-      {x_values, x_scales, p(P::kW13), p(P::kW13Scale), rows, tiles, totals,
-       fc1, Arg::Tokens()});
-  add("activate", 0,
-      LaunchDim::Of({.mul = top_k * (inter / kWarpChannels),
-                     .add = 0,
-                     .div = kHelperWarps}),
-      one, kHelperThreads, 0,
-      {fc1, p(P::kRotations), rows, totals, mid_values, mid_scales,
-       Arg::Tokens(), Arg::U32(split1)});
-  add("fc2", 1, FusedMoeTiles(geometry, tile, hidden / channels),
-      LaunchDim::Constant(split2), threads, shared,
-      {mid_values, mid_scales, p(P::kW2), p(P::kW2Scale), tiles, totals, fc2,
-       Arg::Tokens()});
-  add("combine", 0,
+  steps.AddRoute(p(P::kTopkIds), {rows, positions, tiles, totals},
+                 {.chunks = chunks,
+                  .block_chunks = kRouteWarps / chunk_warps,
+                  .args = {p(P::kX), p(P::kGateUpSuh), x_values, x_scales}});
+  steps.Add("fc1", 1, product(2 * inter, split1),
+            {x_values, x_scales, p(P::kW13), p(P::kW13Scale), rows, tiles,
+             totals, fc1, Arg::Tokens()});
+  steps.AddHelper("activate", WarpsOver(top_k * (inter / kWarpChannels)),
+                  {fc1, p(P::kRotations), rows, totals, mid_values, mid_scales,
+                   Arg::Tokens(), Arg::U32(split1)});
+  steps.Add("fc2", 1, product(hidden, split2),
+            {mid_values, mid_scales, p(P::kW2), p(P::kW2Scale), tiles, totals,
+             fc2, Arg::Tokens()});
+  steps.AddHelper(
+      "combine",
       LaunchDim::Of(
           {.mul = chunks, .add = 0, .div = kHelperWarps / chunk_warps}),
-      one, kHelperThreads, 0,
       {fc2, p(P::kDownSvh), p(P::kTopkWeights), positions, p(P::kOut),
        Arg::Tokens(), Arg::U32(split2)});
 }

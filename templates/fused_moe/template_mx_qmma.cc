@@ -54,7 +54,7 @@ class Template : public KernelTemplate {
            {"axes.cc", "cuda/e4m3.h", "fused_moe/code_product.h",
             "fused_moe/code_target.cc", "fused_moe/grouped_cost.cc",
             "fused_moe/mx_cuda.cu", "fused_moe/mx_qmma.cu", "fused_moe/op.cc",
-            "fused_moe/op_mx.cc", "fused_moe/route_segments.h",
+            "fused_moe/op_mx.cc", "fused_moe/routed_steps.cc",
             "fused_moe/template_mx_cuda.cc", "fused_moe/template_mx_qmma.cc"}) {
         files.push_back(file);
       }

@@ -15,14 +15,12 @@
 #include "templates/fused_moe/grouped_cost.h"
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/op_qsrt.h"
-#include "templates/fused_moe/route_segments.h"
+#include "templates/fused_moe/routed_steps.h"
 #include "templates/registry.h"
 
 namespace kiln {
 namespace {
 
-constexpr uint32_t kHelperThreads = 128;
-constexpr uint32_t kHelperWarps = kHelperThreads / 32;
 constexpr auto kInter = static_cast<uint32_t>(kQsrtIntermediate);
 constexpr uint32_t kBlock = 128;  // H128, and the channels of a record
 constexpr uint32_t kRecords = kInter / kBlock;
@@ -91,7 +89,7 @@ class Template : public KernelTemplate {
       for (const char* file :
            {"axes.cc", "fused_moe/code_target.cc", "fused_moe/grouped_cost.cc",
             "fused_moe/op.cc", "fused_moe/op_qsrt.cc", "fused_moe/qsrt_cuda.cu",
-            "fused_moe/route_segments.h", "fused_moe/template_qsrt_cuda.cc"}) {
+            "fused_moe/routed_steps.cc", "fused_moe/template_qsrt_cuda.cc"}) {
         files.push_back(file);
       }
       return TemplateSourcesDigest(files);
@@ -376,91 +374,58 @@ class Template : public KernelTemplate {
     const uint32_t capacity = problem.interval.m_max;
     const uint64_t routes = uint64_t{capacity} * top_k;
 
-    const auto slice = [body](absl::string_view name, uint64_t bytes) {
-      return Arg::Arena(body->arena.Add(name, bytes));
-    };
-    // Rounded to binary16, or one fp32 partial sum for each slice of K.
-    const auto product = [&](absl::string_view name, uint64_t width,
-                             uint32_t split) {
-      return slice(name, (split == 1 ? uint64_t{2} : uint64_t{4} * split) *
-                             width * routes);
-    };
+    RoutedSteps steps("qsrt", geometry, capacity, tile, body);
+    const auto& [tiles, totals, rows, positions] = steps.lists();
     const auto row_bytes = [&](uint64_t numbers) {
       return HasCodes(point) ? ScaledRowBytes(numbers) : 2 * numbers;
     };
     const uint64_t operand = row_bytes(hidden) * (shared ? capacity : routes);
-    const Arg tiles =
-        slice("tiles", 16 * FusedMoeTilesMax(geometry, tile, capacity));
-    const Arg totals = slice("totals", 16);
-    const Arg rows = slice("rows", 8 * routes);
-    const Arg positions = slice("positions", 4 * routes);
-    const Arg places = slice("places", uint64_t{8} * experts);
-    const Arg gate = slice("gate_operand", operand);
-    const Arg up = slice("up_operand", operand);
-    const Arg fc1 = product("fc1", 2 * kInter, split1);
-    const Arg mid = slice("mid_operand", row_bytes(kInter) * routes);
-    const Arg fc2 = product("fc2", hidden, split2);
+    const Arg places = steps.Slice("places", uint64_t{8} * experts);
+    const Arg gate = steps.Slice("gate_operand", operand);
+    const Arg up = steps.Slice("up_operand", operand);
+    const Arg fc1 = steps.ProductSlice("fc1", uint64_t{2} * kInter, split1);
+    const Arg mid = steps.Slice("mid_operand", row_bytes(kInter) * routes);
+    const Arg fc2 = steps.ProductSlice("fc2", hidden, split2);
     const bool by_state = point.at("codewords") == 1;
     const uint32_t rates = RatesOf(geometry);
     Arg codewords;
     if (by_state) {
-      codewords = slice("codewords", uint64_t{kStateTableBytes} * rates);
+      codewords = steps.Slice("codewords", uint64_t{kStateTableBytes} * rates);
     }
 
     const auto p = QsrtArg;
     using P = QsrtParam;
-    const LaunchDim one = LaunchDim::Constant(1);
-    const auto warps_over = [](uint32_t per_token) {
-      return LaunchDim::Of({.mul = per_token, .add = 0, .div = kHelperWarps});
-    };
-    const auto add = [body](absl::string_view label, uint32_t program,
-                            const LaunchDim& x, const LaunchDim& y,
-                            uint32_t block, uint32_t shared_bytes,
-                            std::vector<Arg> args) {
-      Step step;
-      step.label = std::string(label);
-      step.program = program;
-      step.entry = absl::StrCat("kiln_qsrt_", label);
-      step.grid = {x, y, LaunchDim::Constant(1)};
-      step.block = {block, 1, 1};
-      step.dynamic_shared_bytes = shared_bytes;
-      step.args = std::move(args);
-      body->steps.push_back(std::move(step));
+    const auto product = [&](uint32_t width, uint32_t split,
+                             int64_t table_bytes) {
+      return GroupedLaunch{
+          .blocks = FusedMoeTiles(geometry, tile, width / channels),
+          .slices = split,
+          .threads = threads,
+          .shared_bytes =
+              static_cast<uint32_t>(SharedBytes(table_bytes, point))};
     };
     if (by_state) {
-      add("table", 0, LaunchDim::Constant(kStateTableBytes / kRouteThreads),
-          LaunchDim::Constant(rates), kRouteThreads, 0, {codewords});
+      steps.Add(
+          "table", 0,
+          {.blocks = LaunchDim::Constant(kStateTableBytes / kRouteThreads),
+           .slices = rates,
+           .threads = kRouteThreads},
+          {codewords});
     }
     const uint32_t blocks = hidden / kBlock;
-    const RouteSegments segments = RouteSegmentsOf(routes);
-    Arg counts = Arg::U64(0);
-    if (segments.counted()) {
-      counts = slice("counts", segments.counts_bytes(experts));
-      add("count", 0, segments.counting_blocks(top_k), one, kRouteThreads, 0,
-          {p(P::kTopkIds), counts, Arg::Tokens(), Arg::U32(segments.length)});
+    TokenRotation rotation;
+    if (shared) {  // a 128 block per warp
+      rotation = {.chunks = blocks,
+                  .block_chunks = kRouteWarps,
+                  .args = {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), gate, up}};
     }
-    std::vector<Arg> route = {p(P::kTopkIds),  counts, p(P::kModesFc1),
-                              p(P::kModesFc2), rows,   positions,
-                              tiles,           totals, places};
-    if (shared) {
-      // Blocks beyond those that sort rotate the tokens, a 128 block per warp.
-      for (const Arg& arg :
-           {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), gate, up}) {
-        route.push_back(arg);
-      }
-    }
-    route.push_back(Arg::Tokens());
-    if (shared) route.push_back(Arg::U32(segments.count));
-    route.push_back(Arg::U32(segments.length));
-    route.push_back(Arg::U32(tile));
-    add("route", 0,
-        shared ? LaunchDim::Of({.mul = blocks,
-                                .add = kRouteWarps * segments.count,
-                                .div = kRouteWarps})
-               : LaunchDim::Constant(segments.count),
-        one, kRouteThreads, RouteSharedBytes(experts), std::move(route));
+    steps.AddRoute(p(P::kTopkIds),
+                   {p(P::kModesFc1), p(P::kModesFc2), rows, positions, tiles,
+                    totals, places},
+                   rotation);
     if (!shared) {
-      add("rotate", 0, warps_over(top_k * blocks), one, kHelperThreads, 0,
+      steps.AddHelper(
+          "rotate", WarpsOver(top_k * blocks),
           {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), rows, totals, gate, up});
     }
     std::vector<Arg> fc1_args = {gate, up,    p(P::kWGate), p(P::kWUp),
@@ -468,27 +433,21 @@ class Template : public KernelTemplate {
     if (by_state) fc1_args.push_back(codewords);
     fc1_args.push_back(fc1);
     fc1_args.push_back(Arg::Tokens());
-    add("fc1", 1, FusedMoeTiles(geometry, tile, 2 * kInter / channels),
-        LaunchDim::Constant(split1), threads,
-        static_cast<uint32_t>(SharedBytes(Fc1TableBytes(point), point)),
-        std::move(fc1_args));
+    steps.Add("fc1", 1, product(2 * kInter, split1, Fc1TableBytes(point)),
+              std::move(fc1_args));
     std::vector<Arg> activate = {fc1, p(P::kRotations)};
     if (geometry.activation == Activation::kPerExpert) {
       activate.push_back(p(P::kActivations));
     }
-    for (const Arg& arg :
-         {rows, totals, mid, Arg::Tokens(), Arg::U32(split1)}) {
-      activate.push_back(arg);
-    }
-    add("activate", 0, warps_over(top_k * kRecords), one, kHelperThreads, 0,
-        std::move(activate));
-    add("fc2", 1, FusedMoeTiles(geometry, tile, hidden / channels),
-        LaunchDim::Constant(split2), threads,
-        static_cast<uint32_t>(SharedBytes(kRankTableBytes, point)),
-        {mid, p(P::kWDown), tiles, totals, places, fc2, Arg::Tokens()});
-    add("combine", 0, warps_over(blocks), one, kHelperThreads, 0,
-        {fc2, p(P::kDownSvh), p(P::kTopkWeights), positions, rows, p(P::kOut),
-         Arg::Tokens(), Arg::U32(split2)});
+    activate.insert(activate.end(),
+                    {rows, totals, mid, Arg::Tokens(), Arg::U32(split1)});
+    steps.AddHelper("activate", WarpsOver(top_k * kRecords),
+                    std::move(activate));
+    steps.Add("fc2", 1, product(hidden, split2, kRankTableBytes),
+              {mid, p(P::kWDown), tiles, totals, places, fc2, Arg::Tokens()});
+    steps.AddHelper("combine", WarpsOver(blocks),
+                    {fc2, p(P::kDownSvh), p(P::kTopkWeights), positions, rows,
+                     p(P::kOut), Arg::Tokens(), Arg::U32(split2)});
   }
 };
 

@@ -90,7 +90,7 @@ class Template : public KernelTemplate {
     static const Digest digest = TemplateSourcesDigest(
         {"axes.cc", "cuda/grouped.h", "cuda/mul1_affine.h", "cuda/warp.h",
          "fused_moe/cuda.cu", "fused_moe/cuda_steps.cc", "fused_moe/op.cc",
-         "fused_moe/route_segments.h", "fused_moe/template_warpgroup.cc",
+         "fused_moe/routed_steps.cc", "fused_moe/template_warpgroup.cc",
          "fused_moe/warpgroup.cu"});
     return digest;
   }

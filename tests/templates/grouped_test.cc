@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
+#include "templates/fused_moe/routed_steps.h"
 #include "tests/templates/gpu_intrinsics.h"
 #include "tests/templates/test_data.h"
 // After what replaces the instructions.
@@ -108,6 +109,15 @@ std::vector<CountedId> CountedIds(uint32_t each) {
     ids.emplace_back(id);
   }
   return ids;
+}
+
+// Kernels cannot include what the host includes.
+TEST(PlaceSegmentTest, TheHostLaunchesTheBlockThatKernelsAreWrittenFor) {
+  EXPECT_EQ(kRouteThreads, kd::kRouteThreads);
+  EXPECT_EQ(kRouteWarps, kd::kRouteWarps);
+  EXPECT_EQ(RouteSharedBytes(1), kd::kPlaceBytes<1>);
+  EXPECT_EQ(RouteSharedBytes(kExperts), kd::kPlaceBytes<kExperts>);
+  EXPECT_EQ(RouteSharedBytes(1024), kd::kPlaceBytes<1024>);
 }
 
 TEST(PlaceSegmentTest, TilesOfAnExpertShareItsRows) {
