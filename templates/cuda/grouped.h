@@ -250,6 +250,22 @@ KILN_FN void PlaceSegment(const Id* ids, const u32* counts, Row* rows,
       });
 }
 
+// ---- items of a warp -------------------------------------------------------
+
+// Calls work(item, load(item)) for first, first + stride, ... below `items`; an
+// item is loaded before the one in front of it is worked on.
+template <class Load, class Work>
+KILN_FN void ForItems(u32 first, u32 items, u32 stride, Load load, Work work) {
+  if (first >= items) return;
+  auto upcoming = load(first);
+#pragma unroll 1
+  for (u32 item = first; item < items; item += stride) {
+    const auto input = upcoming;
+    if (item + stride < items) upcoming = load(item + stride);
+    work(item, input);
+  }
+}
+
 // ---- four neighbours -------------------------------------------------------
 
 KILN_FN void Unpack4(uint2 bits, float (&v)[4]) {
@@ -294,11 +310,6 @@ KILN_FN void UnpackX4(uint2 bits, float (&v)[4]) {
   } else {
     Unpack4(bits, v);
   }
-}
-
-template <bool kBfloat>
-KILN_FN void LoadX4(const u16* x, float (&v)[4]) {
-  UnpackX4<kBfloat>(*reinterpret_cast<const uint2*>(x), v);
 }
 
 // ---- results ---------------------------------------------------------------

@@ -91,10 +91,6 @@ constexpr u32 kHelperThreads = 128;
 constexpr u32 kHelperWarps = kHelperThreads / 32;
 // Tiles of an expert share its rows evenly where a product skips units of rows.
 constexpr u32 kShareUnit = KILN_OPERAND_ORDER == 0 ? 0 : 32;
-#if KILN_SHARED_SUH
-// 128 blocks that one warp of route rotates; their loads overlap.
-constexpr u32 kWarpRotations = 2;
-#endif
 
 #if KILN_ID_I64
 using RouteId = long long;
@@ -176,7 +172,7 @@ __device__ __forceinline__ void Rotate(const RotationInput& input,
 namespace {
 
 // With shared tables the operands do not depend on the routes: blocks from
-// `before` on rotate, kWarpRotations 128 blocks of one token each per warp.
+// `before` on rotate, a 128 block of a token per warp at a time.
 //   out: where routes are added up it is cleared; elsewhere null
 __device__ __forceinline__ void RotateTokens(
     u32 before, const u16* __restrict__ x, const u16* __restrict__ gate_suh,
@@ -185,31 +181,22 @@ __device__ __forceinline__ void RotateTokens(
     u32 tokens) {
   constexpr u32 kBlocks = kHidden / 128;
   const u32 lane = threadIdx.x % 32;
-  const u32 first =
-      (blockIdx.x - before) * (kRouteWarps * kWarpRotations) + threadIdx.x / 32;
-  const u32 items = tokens * kBlocks;
-  RotationInput inputs[kWarpRotations];
-#pragma unroll
-  for (u32 i = 0; i < kWarpRotations; ++i) {
-    const u32 item = first + i * kRouteWarps;
-    if (item < items) {
-      inputs[i] = LoadRotation(x, gate_suh, up_suh, item / kBlocks, 0,
-                               item % kBlocks * 128 + lane * 4);
-    }
-  }
-#pragma unroll
-  for (u32 i = 0; i < kWarpRotations; ++i) {
-    const u32 item = first + i * kRouteWarps;
-    if (item < items) {
-      Rotate(inputs[i], gate_operand, up_operand, item / kBlocks,
-             item % kBlocks * 128 + lane * 4, lane);
-      if constexpr (KILN_ATOMIC_SUM != 0) {
-        // Items follow each other in `out`.
-        reinterpret_cast<float4*>(out)[item * 32 + lane] =
-            make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      }
-    }
-  }
+  kd::ForItems(
+      (blockIdx.x - before) * kRouteWarps + threadIdx.x / 32, tokens * kBlocks,
+      (gridDim.x - before) * kRouteWarps,
+      [&](u32 item) {
+        return LoadRotation(x, gate_suh, up_suh, item / kBlocks, 0,
+                            item % kBlocks * 128 + lane * 4);
+      },
+      [&](u32 item, const RotationInput& input) {
+        Rotate(input, gate_operand, up_operand, item / kBlocks,
+               item % kBlocks * 128 + lane * 4, lane);
+        if constexpr (KILN_ATOMIC_SUM != 0) {
+          // Items follow each other in `out`.
+          reinterpret_cast<float4*>(out)[static_cast<u64>(item) * 32 + lane] =
+              make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+      });
 }
 
 }  // namespace

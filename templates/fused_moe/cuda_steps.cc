@@ -38,10 +38,11 @@ SourceUnit GroupedSupportUnit(const RequestGeometry& geometry,
   return unit;
 }
 
-void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
-                     uint32_t tile, const GroupedLaunch& fc1,
-                     const GroupedLaunch& fc2, const GroupedForm& form,
-                     PlanBody* body) {
+void AddGroupedSteps(const Problem& problem, uint32_t tile,
+                     const GroupedLaunch& fc1, const GroupedLaunch& fc2,
+                     const GroupedForm& form, PlanBody* body) {
+  const RequestGeometry& geometry = problem.geometry;
+  const uint32_t capacity = problem.interval.m_max;
   const bool shared = geometry.weights.shared_scales;
   const auto hidden = static_cast<uint32_t>(geometry.hidden);
   const auto inter = static_cast<uint32_t>(geometry.intermediate);
@@ -49,7 +50,7 @@ void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
   const auto top_k = static_cast<uint32_t>(geometry.top_k);
   const uint64_t routes = uint64_t{capacity} * top_k;
 
-  RoutedSteps steps("moe", geometry, capacity, tile, body);
+  RoutedSteps steps("moe", problem, tile, body);
   const auto& [tiles, totals, rows, positions] = steps.lists();
   const uint64_t operand = uint64_t{2} * hidden * (shared ? capacity : routes);
   const Arg gate = steps.Slice("gate_operand", operand);
@@ -79,12 +80,11 @@ void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
     w_up = decoded[1];
     w_down = decoded[2];
   }
-  // With shared tables blocks of route rotate the tokens, two 128 blocks per
-  // warp.
+  // With shared tables blocks of route rotate the tokens, a warp 128 channels.
   TokenRotation rotation;
   if (shared) {
     rotation = {.chunks = hidden / 128,
-                .block_chunks = 2 * kRouteWarps,
+                .block_chunks = kRouteWarps,
                 .args = {p(P::kX), p(P::kGateSuh), p(P::kUpSuh), gate, up}};
     if (form.atomic_sum) rotation.args.push_back(p(P::kOut));
   }

@@ -34,10 +34,9 @@ SourceUnit GroupedSupportUnit(const RequestGeometry& geometry,
 // Steps, arguments and slices as README.md, "Steps", lists them. Program 0 of
 // the candidate is the support unit, program 1 has the products. tile: rows of
 // one expert that a product takes at once.
-void AddGroupedSteps(const RequestGeometry& geometry, uint32_t capacity,
-                     uint32_t tile, const GroupedLaunch& fc1,
-                     const GroupedLaunch& fc2, const GroupedForm& form,
-                     PlanBody* body);
+void AddGroupedSteps(const Problem& problem, uint32_t tile,
+                     const GroupedLaunch& fc1, const GroupedLaunch& fc2,
+                     const GroupedForm& form, PlanBody* body);
 
 }  // namespace kiln
 

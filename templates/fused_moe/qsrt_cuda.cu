@@ -170,17 +170,22 @@ __device__ __forceinline__ void StoreOperand(const float (&v)[4],
 
 #endif  // KILN_OPERAND_CODES
 
-// One 128 block of both operands of fc1: x of a token, times the input scales
-// of a row of the tables, H128.
+// The lane's four of a 128 block of x, counted over all tokens.
+__device__ __forceinline__ uint2 LoadBits4(const u16* __restrict__ x, u64 block,
+                                           u32 lane) {
+  return *reinterpret_cast<const uint2*>(x + block * 128 + lane * 4);
+}
+
+// One 128 block of both operands of fc1: four of x of a token, times the input
+// scales of a row of the tables, H128.
 //   column: the lane's first channel
-__device__ __forceinline__ void Rotate(const u16* __restrict__ x,
+__device__ __forceinline__ void Rotate(uint2 x,
                                        const u16* __restrict__ gate_suh,
                                        const u16* __restrict__ up_suh,
-                                       u64 token, u64 table, u64 to, u32 column,
-                                       u32 lane, Value* gate_operand,
-                                       Value* up_operand) {
+                                       u64 table, u64 to, u32 column, u32 lane,
+                                       Value* gate_operand, Value* up_operand) {
   float gate[4];
-  kd::LoadX4<KILN_X_BF16 != 0>(x + token * kHidden + column, gate);
+  kd::UnpackX4<KILN_X_BF16 != 0>(x, gate);
   float up[4] = {gate[0], gate[1], gate[2], gate[3]};
   kd::Scale4(gate_suh + table * kHidden + column, gate);
   kd::Scale4(up_suh + table * kHidden + column, up);
@@ -258,8 +263,8 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
 #endif  // KILN_ACTIVATION_BITS == 16
 
 // Sorts the routes. With shared tables the operands do not depend on them:
-// blocks beyond `segments` that sort rotate, one 128 block of one token per
-// warp.
+// blocks beyond `segments` that sort rotate, a 128 block of a token per warp at
+// a time.
 extern "C" __global__ void __launch_bounds__(kRouteThreads)
     kiln_qsrt_route(const RouteId* __restrict__ ids, const u32* counts,
                     const i32* __restrict__ modes_fc1,
@@ -281,11 +286,15 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
 #if KILN_SHARED_SUH
   if (blockIdx.x >= segments) {
     const u32 lane = threadIdx.x % 32;
-    const u32 item = (blockIdx.x - segments) * kRouteWarps + threadIdx.x / 32;
-    const u32 token = item / kBlocks;
-    if (token >= tokens) return;
-    Rotate(x, gate_suh, up_suh, token, 0, token,
-           item % kBlocks * 128 + lane * 4, lane, gate_operand, up_operand);
+    // Items follow each other in x.
+    kd::ForItems((blockIdx.x - segments) * kRouteWarps + threadIdx.x / 32,
+                 tokens * kBlocks, (gridDim.x - segments) * kRouteWarps,
+                 [&](u32 item) { return LoadBits4(x, item, lane); },
+                 [&](u32 item, uint2 bits) {
+                   Rotate(bits, gate_suh, up_suh, 0, item / kBlocks,
+                          item % kBlocks * 128 + lane * 4, lane, gate_operand,
+                          up_operand);
+                 });
     return;
   }
 #endif
@@ -309,7 +318,9 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
   const u32 at = item / kBlocks;
   if (at >= totals->rows) return;
   const Row row = rows[at];
-  Rotate(x, gate_suh, up_suh, row.route / kTopK, row.expert, at,
+  const u64 block =
+      static_cast<u64>(row.route / kTopK) * kBlocks + item % kBlocks;
+  Rotate(LoadBits4(x, block, lane), gate_suh, up_suh, row.expert, at,
          item % kBlocks * 128 + lane * 4, lane, gate_operand, up_operand);
 }
 

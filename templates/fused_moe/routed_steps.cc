@@ -27,17 +27,19 @@ Segments SegmentsOf(uint64_t routes) {
 
 }  // namespace
 
-RoutedSteps::RoutedSteps(absl::string_view family,
-                         const RequestGeometry& geometry, uint32_t capacity,
+RoutedSteps::RoutedSteps(absl::string_view family, const Problem& problem,
                          uint32_t tile, PlanBody* body)
     : prefix_(absl::StrCat("kiln_", family, "_")),
-      routes_(uint64_t{capacity} * static_cast<uint64_t>(geometry.top_k)),
-      experts_(static_cast<uint32_t>(geometry.experts)),
-      top_k_(static_cast<uint32_t>(geometry.top_k)),
+      routes_(uint64_t{problem.interval.m_max} *
+              static_cast<uint64_t>(problem.geometry.top_k)),
+      experts_(static_cast<uint32_t>(problem.geometry.experts)),
+      top_k_(static_cast<uint32_t>(problem.geometry.top_k)),
       tile_(tile),
+      rotating_blocks_max_(2 * static_cast<uint32_t>(std::max(
+                                   1, problem.device.multiprocessors))),
       body_(body) {
-  lists_.tiles =
-      Slice("tiles", 16 * FusedMoeTilesMax(geometry, tile, capacity));
+  lists_.tiles = Slice("tiles", 16 * FusedMoeTilesMax(problem.geometry, tile,
+                                                      problem.interval.m_max));
   lists_.totals = Slice("totals", 16);
   lists_.rows = Slice("rows", 8 * routes_);
   lists_.positions = Slice("positions", 4 * routes_);
@@ -96,6 +98,8 @@ void RoutedSteps::AddRoute(Arg ids, const std::vector<Arg>& sorting,
         LaunchDim::Of({.mul = rotation.chunks,
                        .add = rotation.block_chunks * segments.count,
                        .div = rotation.block_chunks});
+    launch.blocks.b =
+        LaunchDim::Constant(segments.count + rotating_blocks_max_).b;
     args.push_back(Arg::U32(segments.count));
   }
   args.insert(args.end(), {Arg::U32(segments.length), Arg::U32(tile_)});

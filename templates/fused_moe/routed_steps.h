@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "absl/strings/string_view.h"
+#include "compiler/spec/kernel_template.h"
 #include "compiler/spec/plan.h"
-#include "compiler/spec/request.h"
 
 namespace kiln {
 
@@ -50,10 +50,11 @@ struct RouteLists {
   Arg positions;
 };
 
-// What blocks of the sorting launch do that do not sort.
+// What blocks of the sorting launch do that do not sort. There are at most two
+// of them for each multiprocessor, which go on with further chunks.
 struct TokenRotation {
   uint32_t chunks = 0;        // of a token; 0: there are no such blocks
-  uint32_t block_chunks = 1;  // that one block rotates
+  uint32_t block_chunks = 1;  // that one block rotates at a time
   std::vector<Arg> args;
 };
 
@@ -63,8 +64,8 @@ class RoutedSteps {
  public:
   // family: its kernels are kiln_<family>_<label>. tile: rows of one expert
   // that a product takes at once.
-  RoutedSteps(absl::string_view family, const RequestGeometry& geometry,
-              uint32_t capacity, uint32_t tile, PlanBody* body);
+  RoutedSteps(absl::string_view family, const Problem& problem, uint32_t tile,
+              PlanBody* body);
 
   // The first slices of the arena.
   const RouteLists& lists() const { return lists_; }
@@ -94,6 +95,7 @@ class RoutedSteps {
   uint32_t experts_;
   uint32_t top_k_;
   uint32_t tile_;
+  uint32_t rotating_blocks_max_;
   PlanBody* body_;
   RouteLists lists_;
 };

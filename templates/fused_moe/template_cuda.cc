@@ -118,8 +118,7 @@ class Template : public KernelTemplate {
           static_cast<uint32_t>(TileProductSharedBytes(point, product.bits));
       return result;
     };
-    AddGroupedSteps(geometry, problem.interval.m_max, tile,
-                    launch(Fc1(geometry), point.at("split_fc1")),
+    AddGroupedSteps(problem, tile, launch(Fc1(geometry), point.at("split_fc1")),
                     launch(Fc2(geometry), point.at("split_fc2")),
                     {OperandOrder::kNatural}, &body);
     return body;

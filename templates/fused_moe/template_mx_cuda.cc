@@ -303,7 +303,7 @@ void AddMxSteps(const Problem& problem, const AxisPoint& assignment,
   const uint32_t capacity = problem.interval.m_max;
   const uint64_t routes = uint64_t{capacity} * top_k;
 
-  RoutedSteps steps("mx", geometry, capacity, tile, body);
+  RoutedSteps steps("mx", problem, tile, body);
   const auto& [tiles, totals, rows, positions] = steps.lists();
   const auto scales = [&](uint64_t values) {
     return terms * values / kScaleBlock * operands.scale_bytes;

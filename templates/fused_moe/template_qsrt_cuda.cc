@@ -374,7 +374,7 @@ class Template : public KernelTemplate {
     const uint32_t capacity = problem.interval.m_max;
     const uint64_t routes = uint64_t{capacity} * top_k;
 
-    RoutedSteps steps("qsrt", geometry, capacity, tile, body);
+    RoutedSteps steps("qsrt", problem, tile, body);
     const auto& [tiles, totals, rows, positions] = steps.lists();
     const auto row_bytes = [&](uint64_t numbers) {
       return HasCodes(point) ? ScaledRowBytes(numbers) : 2 * numbers;

@@ -159,8 +159,7 @@ class Template : public KernelTemplate {
       return result;
     };
     AddGroupedSteps(
-        geometry, problem.interval.m_max,
-        static_cast<uint32_t>(point.at("tokens_tile")),
+        problem, static_cast<uint32_t>(point.at("tokens_tile")),
         launch(Fc1SharedBytes(geometry, point)),
         launch(Fc2SharedBytes(geometry, point)),
         {OperandOrder::kWarpgroup, atomic_sum, point.at("decoded") != 0},

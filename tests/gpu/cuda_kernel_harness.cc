@@ -420,7 +420,8 @@ class Plan {
     const u64 e = p_.experts, k = p_.top_k, t = c_.fc1.tokens;
     const auto only = [](Term term) { return std::pair(term, term); };
     if (p_.shared) {
-      const auto [a, b] = only({h_blocks, 64, 64});
+      // Of the blocks that rotate, at most two for each of 132 SMs.
+      const Term a = {h_blocks, 32, 32}, b = {0, 1 + 264, 1};
       AddStep("route", support, "kiln_moe_route", a, b, 1, 1024, 64 * e,
               {kIds, kNoCounts, kRows, kPositions, kTiles, kTotals, kX,
                kGateSuh, kUpSuh, kGateOperand, kUpOperand, kTokens, kSegments,

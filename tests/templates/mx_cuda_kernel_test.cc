@@ -110,6 +110,8 @@ std::vector<float> RunPlan(const MxCudaVariant& v, const MxCall& call,
   problem.interval = {m_min, capacity};
   problem.device = AssumedProfile(
       {.backend = Backend::kCuda, .level = 90, .arch_specific = true});
+  // Blocks that rotate go on with further tokens.
+  problem.device.multiprocessors = 1;
   Assignment assignment = {{"activation_bits", v.activation_bits},
                            {"tokens_tile", v.tokens_tile},
                            {"channels_tile", v.channels_tile},

@@ -168,6 +168,8 @@ std::vector<float> RunPlan(const MxQmmaVariant& v, const MxCall& call,
   problem.device = AssumedProfile({.backend = Backend::kCuda,
                                    .level = v.block_scaled ? 120 : 89,
                                    .arch_specific = v.block_scaled});
+  // Blocks that rotate go on with further tokens.
+  problem.device.multiprocessors = 1;
   const Assignment assignment = {{"tokens_tile", v.tokens_tile},
                                  {"channels_tile", v.channels_tile},
                                  {"k_tile", 128},

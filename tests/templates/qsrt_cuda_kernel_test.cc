@@ -194,6 +194,8 @@ std::vector<float> RunPlan(const QsrtCudaVariant& v, const QsrtCall& call,
     target.arch_specific = v.block_scaled;
   }
   problem.device = AssumedProfile(target);
+  // Blocks that rotate go on with further tokens.
+  problem.device.multiprocessors = 1;
   const Assignment assignment = {{"activation_bits", v.activation_bits},
                                  {"operand_codes", v.operand_codes},
                                  {"tokens_tile", v.tokens_tile},

@@ -34,7 +34,7 @@ constexpr MutationRule kRules[] = {
     {kBound, kGrouped, "ForRoutes", "route - lane < end",
      "route - lane + 32 < end"},
     {kBound, kGrouped, "WriteTiles", " < ", " <= "},
-    {kBound, kCuda, "RotateTokens", " < ", " <= "},
+    {kBound, kGrouped, "ForItems", " < ", " <= "},
     {kBound, kCuda, "kiln_moe_rotate", " >= ", " > "},
     {kBound, kCuda, "kiln_moe_activate", " >= ", " > "},
     {kBound, kCuda, "kiln_moe_combine", " >= ", " > "},
@@ -273,11 +273,9 @@ constexpr MutationRule kRules[] = {
 constexpr Excuse kExcuses[] = {
     {kGrouped, "WriteTiles", " < ", "", "tile.rows = left < share",
      "the smaller of two numbers, whichever is named when they are equal"},
-    {kCuda, "RotateTokens", " < ", "", "i < kWarpRotations",
-     "one of the two loads an input that nothing uses, the other is caught"},
-    {kCuda, "RotateTokens", " < ", "", "if (item < items)",
-     "one of the two reads a token behind the last and drops it, the other is "
-     "caught; compute-sanitizer sees the read"},
+    {kGrouped, "ForItems", " < ", "", "if (item + stride < items)",
+     "reads an item behind the last and drops it; compute-sanitizer sees the "
+     "read"},
     {kCuda, "kiln_moe_fc2", "row < tile.rows", "", "",
      "computes one more row, from whatever is there, and does not store it"},
     {kCuda, "kiln_moe_combine", "base += kCombined", "", "",
