@@ -19,9 +19,6 @@
 namespace kiln {
 namespace {
 
-// Sums that a thread may hold without spilling.
-constexpr int64_t kSumsMax = 128;
-
 // One of the two matrix products.
 struct Product {
   int64_t inputs = 0;   // k
@@ -168,35 +165,22 @@ class Template : public KernelTemplate {
                                 const AxisPoint& point) {
     const RequestGeometry& geometry = problem.geometry;
     const int64_t channels = point.at("channels_tile");
-    const int64_t warps = point.at("warps");
     if (geometry.intermediate % channels != 0 ||
         geometry.hidden % channels != 0) {
       return absl::StrCat(
           "channels_tile ", channels, " does not divide intermediate ",
           geometry.intermediate, " and hidden ", geometry.hidden);
     }
-    if (channels < 16 * warps) {
-      return absl::StrCat("channels_tile ", channels, " gives ", warps,
-                          " warps less than one tile of 16 channels each");
-    }
-    const int64_t sums =
-        channels / 16 / warps * point.at("tokens_tile") / 8 * 4;
-    if (sums > kSumsMax) {
-      return absl::StrCat(sums, " sums per thread, at most ", kSumsMax,
-                          " fit the registers");
-    }
+    std::string broken = WarpStripsRule(point);
+    if (broken.empty()) broken = ThreadSumsRule(point);
+    if (!broken.empty()) return broken;
     if (point.at("split_fc1") > geometry.hidden / 128 ||
         point.at("split_fc2") > geometry.intermediate / 128) {
       return "more K slices than blocks of 128 input channels";
     }
-    const int64_t shared = std::max(SharedBytes(Fc1(geometry), point),
-                                    SharedBytes(Fc2(geometry), point));
-    if (shared > problem.device.shared_bytes_max) {
-      return absl::StrCat("shared memory ", shared, " B exceeds the ",
-                          problem.device.shared_bytes_max, " B of a block on ",
-                          problem.device.target.ToString());
-    }
-    return "";
+    return SharedBytesRule(problem,
+                           std::max(SharedBytes(Fc1(geometry), point),
+                                    SharedBytes(Fc2(geometry), point)));
   }
 
   // Constants, here and in grouped_cost.cc: least squares over the harness's

@@ -18,8 +18,6 @@ namespace {
 
 constexpr uint32_t kHelperThreads = 128;  // of rotate and finish
 constexpr uint32_t kHelperWarps = kHelperThreads / 32;
-// Sums that a thread may hold without spilling.
-constexpr int64_t kSumsMax = 128;
 
 // The layer as FC2 of one expert that every token chooses: what the product
 // kernel of fused_moe/cuda.cu is made for.
@@ -135,32 +133,18 @@ class Template : public KernelTemplate {
                                 const AxisPoint& point) {
     const LinearShape& shape = problem.geometry.linear;
     const int64_t channels = point.at("channels_tile");
-    const int64_t warps = point.at("warps");
     if (shape.out_features % channels != 0) {
       return absl::StrCat("channels_tile ", channels,
                           " does not divide out_features ", shape.out_features);
     }
-    if (channels < 16 * warps) {
-      return absl::StrCat("channels_tile ", channels, " gives ", warps,
-                          " warps less than one tile of 16 channels each");
-    }
-    const int64_t sums =
-        channels / 16 / warps * point.at("tokens_tile") / 8 * 4;
-    if (sums > kSumsMax) {
-      return absl::StrCat(sums, " sums per thread, at most ", kSumsMax,
-                          " fit the registers");
-    }
+    std::string broken = WarpStripsRule(point);
+    if (broken.empty()) broken = ThreadSumsRule(point);
+    if (!broken.empty()) return broken;
     // Two slices always: one of them is empty where K is one block.
     if (point.at("split") > std::max<int64_t>(2, shape.in_features / 128)) {
       return "more K slices than blocks of 128 input channels";
     }
-    const int64_t shared = SharedBytes(problem.geometry, point);
-    if (shared > problem.device.shared_bytes_max) {
-      return absl::StrCat("shared memory ", shared, " B exceeds the ",
-                          problem.device.shared_bytes_max, " B of a block on ",
-                          problem.device.target.ToString());
-    }
-    return "";
+    return SharedBytesRule(problem, SharedBytes(problem.geometry, point));
   }
 
   // Cycles of the product and of its partial sums; only the order matters. The
