@@ -14,6 +14,7 @@
 #include "templates/fused_moe/cuda_steps.h"
 #include "templates/fused_moe/grouped_cost.h"
 #include "templates/fused_moe/op.h"
+#include "templates/fused_moe/routed_steps.h"
 #include "templates/registry.h"
 
 namespace kiln {

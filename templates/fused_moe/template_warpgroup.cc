@@ -12,6 +12,7 @@
 #include "templates/axes.h"
 #include "templates/fused_moe/cuda_steps.h"
 #include "templates/fused_moe/op.h"
+#include "templates/fused_moe/routed_steps.h"
 #include "templates/registry.h"
 
 namespace kiln {
