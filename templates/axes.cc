@@ -119,6 +119,42 @@ ParamSpace OrderPoints(
   return space;
 }
 
+absl::Status CheckServes(const KernelTemplate& from,
+                         const RequestGeometry& geometry, bool is_target,
+                         absl::string_view targets) {
+  if (geometry.op == from.op() && geometry.weights.format == from.format() &&
+      is_target) {
+    return absl::OkStatus();
+  }
+  return absl::UnimplementedError(absl::StrCat(
+      from.name(), " serves ", OpName(from.op()), " over weights of ",
+      WeightFormatName(from.format()), " ", targets));
+}
+
+std::string WarpStripsRule(const AxisPoint& point) {
+  const int64_t channels = point.at("channels_tile");
+  const int64_t warps = point.at("warps");
+  if (channels >= 16 * warps) return "";
+  return absl::StrCat("channels_tile ", channels, " gives ", warps,
+                      " warps less than one tile of 16 channels each");
+}
+
+std::string ThreadSumsRule(const AxisPoint& point) {
+  constexpr int64_t kSumsMax = 128;  // without spilling
+  const int64_t sums = point.at("channels_tile") / 16 / point.at("warps") *
+                       point.at("tokens_tile") / 8 * 4;
+  if (sums <= kSumsMax) return "";
+  return absl::StrCat(sums, " sums per thread, at most ", kSumsMax,
+                      " fit the registers");
+}
+
+std::string SharedBytesRule(const Problem& problem, int64_t shared_bytes) {
+  if (shared_bytes <= problem.device.shared_bytes_max) return "";
+  return absl::StrCat("shared memory ", shared_bytes, " B exceeds the ",
+                      problem.device.shared_bytes_max, " B of a block on ",
+                      problem.device.target.ToString());
+}
+
 std::string AxisPrelude(const Assignment& assignment,
                         const std::vector<std::string>& names) {
   std::string out;

@@ -60,6 +60,21 @@ ParamSpace OrderPoints(
     const std::function<std::string(const AxisPoint&)>& constraint,
     const std::function<double(const AxisPoint&)>& cost, size_t points_max);
 
+// Unimplemented unless the geometry is of the template's op and weight format
+// and the target is one of its own.
+//   targets: those, "on CPU targets"
+absl::Status CheckServes(const KernelTemplate& from,
+                         const RequestGeometry& geometry, bool is_target,
+                         absl::string_view targets);
+
+// Rules of CUDA templates: empty, or why a point breaks it.
+// Warps of a block have whole strips of 16 of its channels_tile.
+std::string WarpStripsRule(const AxisPoint& point);
+// Sums of a thread for tokens_tile fit its registers.
+std::string ThreadSumsRule(const AxisPoint& point);
+// A block may have so much shared memory.
+std::string SharedBytesRule(const Problem& problem, int64_t shared_bytes);
+
 // "#define KILN_TOKENS_TILE 8" for each named axis.
 std::string AxisPrelude(const Assignment& assignment,
                         const std::vector<std::string>& names);

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <limits>
 #include <map>
-#include <set>
 #include <string>
 #include <utility>
 
@@ -40,11 +39,6 @@ std::string ServedOn(const RequestGeometry& geometry) {
 }
 
 // Empty, or why no runtime would take the body at m_max tokens.
-std::string ArenaReason(uint64_t least, uint64_t arena_bytes_max) {
-  return absl::StrCat("an arena of ", least,
-                      " bytes or more exceeds the limit of ", arena_bytes_max);
-}
-
 std::string LimitThatBreaks(const PlanBody& body, uint32_t m_max) {
   for (const Step& step : body.steps) {
     for (size_t d = 0; d < step.grid.size(); ++d) {
@@ -74,6 +68,20 @@ std::vector<const KernelTemplate*> TemplatesOf(
 }
 
 }  // namespace
+
+struct Planner::BrokenRules {
+  std::map<std::string, size_t> points;  // of each rule
+  // All arenas above the limit break one rule, which names the least of them.
+  size_t large_arenas = 0;
+  uint64_t least_arena = UINT64_MAX;
+
+  void NameArenas(uint64_t arena_bytes_max) {
+    if (large_arenas == 0) return;
+    points[absl::StrCat("an arena of ", least_arena,
+                        " bytes or more exceeds the limit of ",
+                        arena_bytes_max)] = large_arenas;
+  }
+};
 
 int DefaultCandidatesMax(Backend backend) {
   switch (backend) {
@@ -173,6 +181,19 @@ std::string Planner::ReasonAgainst(const PlanBody& body,
   return LimitThatBreaks(body, interval.m_max);
 }
 
+bool Planner::MayRace(const PlanBody& body, const Interval& interval,
+                      BrokenRules* broken) const {
+  const std::string reason = ReasonAgainst(body, interval);
+  if (!reason.empty()) {
+    ++broken->points[reason];
+    return false;
+  }
+  if (body.arena.bytes <= space_.arena_bytes_max) return true;
+  broken->least_arena = std::min(broken->least_arena, body.arena.bytes);
+  ++broken->large_arenas;
+  return false;
+}
+
 void Planner::Prune(const Problem& problem, bool by_model,
                     std::vector<LegalPoint>* points) const {
   if (by_model && model_.has_value()) {
@@ -204,27 +225,22 @@ std::vector<std::string> Planner::WhyIdle(const KernelTemplate& from,
   const absl::Status supports = from.Supports(geometry_, device_.target);
   if (!supports.ok()) return {std::string(supports.message())};
   const ParamSpace space = from.Enumerate(problem, kAllCandidates);
-  std::set<std::string> reasons;
+  BrokenRules broken;
   for (const RejectedPoints& reject : space.rejects) {
-    reasons.insert(reject.reason);
+    broken.points[reject.reason] += reject.count;
   }
-  uint64_t least_arena = UINT64_MAX;  // of those above the limit
   for (const Assignment& assignment : space.points) {
     const absl::StatusOr<PlanBody> body = from.MakeBody(problem, assignment);
-    const std::string broken = body.ok() ? ReasonAgainst(*body, interval)
-                                         : std::string(body.status().message());
-    if (!broken.empty()) {
-      reasons.insert(broken);
-    } else if (body->arena.bytes > space_.arena_bytes_max) {
-      least_arena = std::min(least_arena, body->arena.bytes);
-    } else {
+    if (!body.ok()) {
+      ++broken.points[std::string(body.status().message())];
+    } else if (MayRace(*body, interval, &broken)) {
       return {};
     }
   }
-  if (least_arena != UINT64_MAX) {
-    reasons.insert(ArenaReason(least_arena, space_.arena_bytes_max));
-  }
-  return {reasons.begin(), reasons.end()};
+  broken.NameArenas(space_.arena_bytes_max);
+  std::vector<std::string> reasons;
+  for (const auto& [reason, count] : broken.points) reasons.push_back(reason);
+  return reasons;
 }
 
 absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
@@ -232,9 +248,7 @@ absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
   IntervalPlan plan;
   plan.interval = interval;
   std::vector<std::string> unsupported;
-  std::map<std::string, size_t> broken_rules;
-  uint64_t least_arena = UINT64_MAX;  // of those above the limit
-  size_t large_arenas = 0;
+  BrokenRules broken;
   for (size_t index = 0; index < templates_.size(); ++index) {
     const KernelTemplate* const from = templates_[index];
     const absl::Status supports = from->Supports(geometry_, device_.target);
@@ -250,13 +264,7 @@ absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
       LegalPoint point;
       point.assignment = &assignment;
       ASSIGN_OR_RETURN(point.body, from->MakeBody(problem, assignment));
-      const std::string broken = ReasonAgainst(point.body, interval);
-      if (!broken.empty()) {
-        ++broken_rules[broken];
-      } else if (point.body.arena.bytes > space_.arena_bytes_max) {
-        least_arena = std::min(least_arena, point.body.arena.bytes);
-        ++large_arenas;
-      } else {
+      if (MayRace(point.body, interval, &broken)) {
         points.push_back(std::move(point));
       }
     }
@@ -284,13 +292,10 @@ absl::StatusOr<IntervalPlan> Planner::Plan(const Interval& interval) {
       plan.candidates.push_back(std::move(candidate));
     }
   }
-  if (large_arenas != 0) {
-    broken_rules[ArenaReason(least_arena, space_.arena_bytes_max)] =
-        large_arenas;
-  }
+  broken.NameArenas(space_.arena_bytes_max);
   // What was asked for comes before what the templates cannot do.
   std::vector<RejectedPoints> rejects;
-  for (const auto& [reason, count] : broken_rules) {
+  for (const auto& [reason, count] : broken.points) {
     rejects.push_back({.reason = reason, .count = count});
   }
   rejects.insert(rejects.end(), plan.rejects.begin(), plan.rejects.end());

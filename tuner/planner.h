@@ -117,9 +117,15 @@ class Planner {
     std::string pruned;  // why it does not race; empty when it does
   };
 
+  // Rules that keep points out of a race.
+  struct BrokenRules;
+
   // Why a body may not race whatever it costs, or empty.
   std::string ReasonAgainst(const PlanBody& body,
                             const Interval& interval) const;
+  // Whether a body may race; if not, adds why.
+  bool MayRace(const PlanBody& body, const Interval& interval,
+               BrokenRules* broken) const;
   // Sets `pruned` of the points, which are in the order of their template.
   // by_model: the cost model takes part.
   void Prune(const Problem& problem, bool by_model,

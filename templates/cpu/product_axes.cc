@@ -12,15 +12,24 @@ int64_t Group(const Target& target) { return target.level >= 4 ? 32 : 16; }
 
 }  // namespace
 
-std::vector<Axis> CpuProductAxes(const Problem& problem) {
+std::vector<int64_t> CpuThreads(const Problem& problem) {
   const int64_t processors = std::max(1, problem.device.multiprocessors);
-  std::vector<int64_t> threads = {processors};
-  if (processors > 1) threads.push_back((processors + 1) / 2);
+  if (processors == 1) return {processors};
+  return {processors, (processors + 1) / 2};
+}
+
+std::string CpuRowGroupRule(const AxisPoint& point) {
+  if (point.at("tokens_tile") % point.at("row_group") == 0) return "";
+  return absl::StrCat("row_group ", point.at("row_group"),
+                      " does not divide every tokens_tile");
+}
+
+std::vector<Axis> CpuProductAxes(const Problem& problem) {
   return {{"tokens_tile", {1, 2, 4, 8, 16}},
           {"channels_tile", {32, 64, 128, 256}},
           {"k_tile", {64, 128}},
           {"unroll", {1, 2}},
-          {"threads", threads}};
+          {"threads", CpuThreads(problem)}};
 }
 
 const std::vector<std::string>& CpuProductMacros() {

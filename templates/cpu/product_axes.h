@@ -1,5 +1,5 @@
-// Axes that the CPU templates share: those of cpu/trellis_product.h, and how
-// many threads take part.
+// Axes that the CPU templates share: those of cpu/trellis_product.h, how many
+// threads take part, and rows whose sums stay in registers together.
 
 #ifndef KILN_TEMPLATES_CPU_PRODUCT_AXES_H_
 #define KILN_TEMPLATES_CPU_PRODUCT_AXES_H_
@@ -16,6 +16,12 @@ namespace kiln {
 // Channels of a block of the elementwise steps; kChunk in
 // cpu/trellis_product.h.
 inline constexpr int64_t kCpuChunk = 512;
+
+// All processors, or half of them.
+std::vector<int64_t> CpuThreads(const Problem& problem);
+
+// Empty, or why row_group does not go with tokens_tile.
+std::string CpuRowGroupRule(const AxisPoint& point);
 
 // tokens_tile, channels_tile, k_tile, unroll, threads.
 std::vector<Axis> CpuProductAxes(const Problem& problem);

@@ -6,6 +6,7 @@
 #define KILN_TEMPLATES_CUDA_GROUPED_H_
 
 #include "cuda/warp.h"
+#include "device/hadamard.h"
 #include "device/half.h"
 #include "device/platform.h"
 
@@ -484,6 +485,44 @@ KILN_FN void SumRoutes(const void* product, const LaneRoute& own, u32 column,
       for (u32 i = 0; i < 4; ++i) sum[i] = Fma(weight, value[j][i], sum[i]);
     }
   }
+}
+
+// The output of H128 tables: one 128 block of one token per warp. A route's
+// values are transformed and scaled; with shared tables the sum of the routes
+// is, once.
+//   down_svh: [experts][kWidth], or [kWidth] when shared
+template <u32 kTopK, u32 kWidth, bool kShared, u32 kWarps>
+KILN_FN void CombineRoutes(const void* product, const u16* down_svh,
+                           const float* weights, const u32* positions,
+                           [[maybe_unused]] const Row* rows, float* out,
+                           u32 tokens, u32 slices) {
+  constexpr u32 kBlocks = kWidth / kHadamardSize;
+  const u32 lane = threadIdx.x % 32;
+  const u32 item = blockIdx.x * kWarps + threadIdx.x / 32;
+  const u32 token = item / kBlocks;
+  if (token >= tokens) return;
+  const u32 column = item % kBlocks * kHadamardSize + lane * 4;
+  const u64 slice = static_cast<u64>(tokens) * (kTopK * kWidth);
+  const LaneRoute own = LoadLaneRoute<kTopK>(positions, weights, token, lane);
+  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  if constexpr (kShared) {
+    SumRoutes<kTopK, kWidth>(
+        product, own, column, slice, slices, [](u32, float(&)[4]) {}, sum);
+    WarpHadamard128(sum, lane);
+    Scale4(down_svh + column, sum);
+  } else {
+    const u32 own_expert = own.row != kNone ? rows[own.row].expert : 0;
+    SumRoutes<kTopK, kWidth>(
+        product, own, column, slice, slices,
+        [&](u32 route, float(&value)[4]) {
+          const u64 expert = __shfl_sync(0xFFFFFFFFu, own_expert, route % 32);
+          WarpHadamard128(value, lane);
+          Scale4(down_svh + expert * kWidth + column, value);
+        },
+        sum);
+  }
+  *reinterpret_cast<float4*>(out + static_cast<u64>(token) * kWidth + column) =
+      make_float4(sum[0], sum[1], sum[2], sum[3]);
 }
 
 // Byte address of tile (0, column / 16) of an expert's matrix.

@@ -64,7 +64,6 @@
 
 namespace {
 
-using kd::kAbsent;
 using kd::kNone;
 using kd::kRouteThreads;
 using kd::kRouteWarps;
@@ -309,79 +308,15 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
   StoreOperand(activated + static_cast<u64>(at) * kInter, column, value);
 }
 
-// Routes of one token whose rows are loaded together.
-constexpr u32 kCombined = kTopK < 8 ? kTopK : 8;
-
-// Steps 8 (rounding) to 10: one 128 block of one token per warp. Routes are
-// summed in router order with explicit fma; inactive routes add nothing. With
-// shared tables the sum of the routes is transformed and scaled, once.
+// Steps 8 (rounding) to 10.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     kiln_moe_combine(const void* fc2, const u16* __restrict__ down_svh,
                      const float* __restrict__ weights, const u32* positions,
                      const Row* rows, float* __restrict__ out, u32 tokens,
                      u32 slices) {
   kd::BeginStep();
-  constexpr u32 kBlocks = kHidden / 128;
-  const u32 lane = threadIdx.x % 32;
-  const u32 item = blockIdx.x * kHelperWarps + threadIdx.x / 32;
-  const u32 token = item / kBlocks;
-  if (token >= tokens) return;
-  const u32 column = item % kBlocks * 128 + lane * 4;
-  const u64 slice = static_cast<u64>(tokens) * (kTopK * kHidden);
-  // Lane j holds what belongs to route j.
-  u32 own_row = kNone;
-  float own_weight = 0.0f;
-  if (lane < kTopK) {
-    const u64 route = static_cast<u64>(token) * kTopK + lane;
-    own_row = positions[route];
-    own_weight = weights[route];
-  }
-#if !KILN_SHARED_SUH
-  const u32 own_expert = own_row != kNone ? rows[own_row].expert : 0;
-#endif
-  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 1
-  for (u32 base = 0; base < kTopK; base += kCombined) {
-    u64 places[kCombined];
-    float value[kCombined][4];
-#pragma unroll
-    for (u32 j = 0; j < kCombined; ++j) {
-      const u32 row = __shfl_sync(0xFFFFFFFFu, own_row, (base + j) % 32);
-      places[j] = base + j < kTopK && row != kNone
-                      ? static_cast<u64>(row) * kHidden + column
-                      : kAbsent;
-    }
-    kd::LoadProducts<1>(fc2, places, slice, slices, value);
-#pragma unroll
-    for (u32 j = 0; j < kCombined; ++j) {
-      const float weight =
-          __shfl_sync(0xFFFFFFFFu, own_weight, (base + j) % 32);
-#if !KILN_SHARED_SUH
-      const u32 expert = __shfl_sync(0xFFFFFFFFu, own_expert, (base + j) % 32);
-      float svh[4];
-      kd::Load4(down_svh + static_cast<u64>(expert) * kHidden + column, svh);
-#endif
-      if (places[j] == kAbsent) continue;
-#if !KILN_SHARED_SUH
-      kd::WarpHadamard128(value[j], lane);
-#pragma unroll
-      for (u32 i = 0; i < 4; ++i) value[j][i] *= svh[i];
-#endif
-#pragma unroll
-      for (u32 i = 0; i < 4; ++i) {
-        sum[i] = kd::Fma(weight, value[j][i], sum[i]);
-      }
-    }
-  }
-#if KILN_SHARED_SUH
-  float svh[4];
-  kd::Load4(down_svh + column, svh);
-  kd::WarpHadamard128(sum, lane);
-#pragma unroll
-  for (u32 i = 0; i < 4; ++i) sum[i] *= svh[i];
-#endif
-  *reinterpret_cast<float4*>(out + static_cast<u64>(token) * kHidden + column) =
-      make_float4(sum[0], sum[1], sum[2], sum[3]);
+  kd::CombineRoutes<kTopK, kHidden, KILN_SHARED_SUH != 0, kHelperWarps>(
+      fc2, down_svh, weights, positions, rows, out, tokens, slices);
 }
 
 // ---- the same, products as warpgroup.cu writes them ------------------------

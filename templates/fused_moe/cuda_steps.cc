@@ -1,5 +1,6 @@
 #include "templates/fused_moe/cuda_steps.h"
 
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"

@@ -32,6 +32,10 @@ PairRate QsrtRate(PairKinds pairs, int mode) {
   return pairs == PairKinds::kP24P33 ? kP24 : kP43;
 }
 
+uint32_t QsrtRates(const RequestGeometry& geometry) {
+  return geometry.qsrt.pairs == PairKinds::kP24P33 ? 3 : 2;
+}
+
 std::vector<ParamDecl> QsrtParams(const RequestGeometry& geometry) {
   const std::string io(DTypeName(geometry.io_dtype));
   const std::string id(DTypeName(geometry.id_dtype));
@@ -127,6 +131,17 @@ absl::StatusOr<QsrtArm> QsrtArmOf(const RequestGeometry& geometry,
       absl::StrCat("interval ", interval.m_min, "..", interval.m_max,
                    " has tokens on both sides of decode_max_tokens, ", limit,
                    "; make that a capacity"));
+}
+
+std::string QsrtArmConstraint(const Problem& problem, const AxisPoint& point) {
+  const absl::StatusOr<QsrtArm> arm =
+      QsrtArmOf(problem.geometry, problem.interval);
+  if (!arm.ok()) return std::string(arm.status().message());
+  const int64_t bits = *arm == QsrtArm::kW4A16 ? 16 : 8;
+  if (point.at("activation_bits") == bits) return "";
+  return absl::StrCat("activation_bits ", point.at("activation_bits"),
+                      ": the interval is that of the ", QsrtArmName(*arm),
+                      " arm, which has ", bits);
 }
 
 std::string QsrtPrelude(const RequestGeometry& geometry) {

@@ -10,8 +10,10 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "compiler/spec/kernel_template.h"
 #include "compiler/spec/plan.h"
 #include "compiler/spec/request.h"
+#include "templates/axes.h"
 #include "templates/fused_moe/trellis_matrix.h"
 
 namespace kiln {
@@ -63,6 +65,9 @@ std::vector<uint64_t> QsrtBytes(const RequestGeometry& geometry,
 // The rates of an expert of mode 0 or 1.
 PairRate QsrtRate(PairKinds pairs, int mode);
 
+// How many rates experts may have, from the lowest to 4.
+uint32_t QsrtRates(const RequestGeometry& geometry);
+
 // Which arithmetic a plan has in front of both products.
 enum class QsrtArm {
   kW4A16,  // activations are binary16
@@ -80,6 +85,10 @@ absl::string_view QsrtNumericsClass(QsrtArm arm);
 //   Errors: InvalidArgument where it has tokens on both sides of the limit.
 absl::StatusOr<QsrtArm> QsrtArmOf(const RequestGeometry& geometry,
                                   const Interval& interval);
+
+// Empty, or why a point's activation_bits, 16 or 8, are not those of the
+// interval's arm.
+std::string QsrtArmConstraint(const Problem& problem, const AxisPoint& point);
 
 // The #defines that specialise a source for a geometry, one per line: see the
 // head of qsrt_cpu.cc.

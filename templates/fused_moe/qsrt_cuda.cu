@@ -370,41 +370,15 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
   StoreOperand<kInter>(value, mid_operand, at, column);
 }
 
-// Behind the products: one 128 block of one token per warp. With shared tables
-// the sum of the routes is transformed and scaled, once.
+// Behind the products.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     kiln_qsrt_combine(const void* fc2, const u16* __restrict__ down_svh,
                       const float* __restrict__ weights, const u32* positions,
-                      [[maybe_unused]] const Row* rows, float* __restrict__ out,
-                      u32 tokens, u32 slices) {
+                      const Row* rows, float* __restrict__ out, u32 tokens,
+                      u32 slices) {
   kd::BeginStep();
-  const u32 lane = threadIdx.x % 32;
-  const u32 item = blockIdx.x * kHelperWarps + threadIdx.x / 32;
-  const u32 token = item / kBlocks;
-  if (token >= tokens) return;
-  const u32 column = item % kBlocks * 128 + lane * 4;
-  const u64 slice = static_cast<u64>(tokens) * (kTopK * kHidden);
-  const kd::LaneRoute own =
-      kd::LoadLaneRoute<kTopK>(positions, weights, token, lane);
-  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#if KILN_SHARED_SUH
-  kd::SumRoutes<kTopK, kHidden>(
-      fc2, own, column, slice, slices, [](u32, float(&)[4]) {}, sum);
-  kd::WarpHadamard128(sum, lane);
-  kd::Scale4(down_svh + column, sum);
-#else
-  const u32 own_expert = own.row != kNone ? rows[own.row].expert : 0;
-  kd::SumRoutes<kTopK, kHidden>(
-      fc2, own, column, slice, slices,
-      [&](u32 route, float(&value)[4]) {
-        const u64 expert = __shfl_sync(0xFFFFFFFFu, own_expert, route % 32);
-        kd::WarpHadamard128(value, lane);
-        kd::Scale4(down_svh + expert * kHidden + column, value);
-      },
-      sum);
-#endif
-  *reinterpret_cast<float4*>(out + static_cast<u64>(token) * kHidden + column) =
-      make_float4(sum[0], sum[1], sum[2], sum[3]);
+  kd::CombineRoutes<kTopK, kHidden, KILN_SHARED_SUH != 0, kHelperWarps>(
+      fc2, down_svh, weights, positions, rows, out, tokens, slices);
 }
 
 #endif  // KILN_PART == 0

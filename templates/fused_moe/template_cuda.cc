@@ -14,6 +14,7 @@
 #include "templates/fused_moe/cuda_steps.h"
 #include "templates/fused_moe/grouped_cost.h"
 #include "templates/fused_moe/op.h"
+#include "templates/fused_moe/routed_steps.h"
 #include "templates/fused_moe/tile_product.h"
 #include "templates/registry.h"
 
@@ -160,9 +161,9 @@ class Template : public KernelTemplate {
         point.at("split_fc2") > geometry.intermediate / 128) {
       return "more K slices than blocks of 128 input channels";
     }
-    return TileProductRule(point, geometry.weights.codebook,
+    return TileProductRule(problem, geometry.weights.codebook,
                            std::max(Fc1(geometry).bits, Fc2(geometry).bits),
-                           problem.device);
+                           point);
   }
 
   // Constants, in tile_product.cc and grouped_cost.cc: least squares over the

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "compiler/base/status_macros.h"
 #include "templates/axes.h"
+#include "templates/cpu/product_axes.h"
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/op_mx.h"
 #include "templates/registry.h"
@@ -37,8 +38,9 @@ class Template : public KernelTemplate {
     static const Digest digest = [] {
       std::vector<std::string> files(std::begin(kHeaders), std::end(kHeaders));
       for (const char* file :
-           {"axes.cc", "fused_moe/mx_cpu.cc", "fused_moe/op.cc",
-            "fused_moe/op_mx.cc", "fused_moe/template_mx_cpu.cc"}) {
+           {"axes.cc", "cpu/product_axes.cc", "fused_moe/mx_cpu.cc",
+            "fused_moe/op.cc", "fused_moe/op_mx.cc",
+            "fused_moe/template_mx_cpu.cc"}) {
         files.push_back(file);
       }
       return TemplateSourcesDigest(files);
@@ -54,15 +56,8 @@ class Template : public KernelTemplate {
 
   absl::Status Supports(const RequestGeometry& geometry,
                         const Target& target) const override {
-    if (geometry.op != Op::kFusedMoe ||
-        geometry.weights.format != WeightFormat::kTrellisMx ||
-        target.backend != Backend::kCpu) {
-      return absl::UnimplementedError(
-          absl::StrCat(name(),
-                       " serves fused_moe over weights of trellis_mx on CPU "
-                       "targets"));
-    }
-    return absl::OkStatus();
+    return CheckServes(*this, geometry, target.backend == Backend::kCpu,
+                       "on CPU targets");
   }
 
   ParamSpace Enumerate(const Problem& problem,
@@ -105,27 +100,19 @@ class Template : public KernelTemplate {
 
  private:
   static std::vector<Axis> Axes(const Problem& problem) {
-    const int64_t processors = std::max(1, problem.device.multiprocessors);
-    std::vector<int64_t> threads = {processors};
-    if (processors > 1) threads.push_back((processors + 1) / 2);
     std::vector<Axis> axes = MxArmAxes(problem);
     axes.insert(axes.end(), {{"tokens_tile", {1, 2, 4, 8, 16}},
                              {"channels_tile", {128, 256}},
                              {"row_group", {1, 2, 4, 8}},
-                             {"threads", threads}});
+                             {"threads", CpuThreads(problem)}});
     return axes;
   }
 
   // Empty, or the rule that the point breaks.
   static std::string Constraint(const Problem& problem,
                                 const AxisPoint& point) {
-    std::string other_arm = MxArmConstraint(problem, point);
-    if (!other_arm.empty()) return other_arm;
-    if (point.at("tokens_tile") % point.at("row_group") != 0) {
-      return absl::StrCat("row_group ", point.at("row_group"),
-                          " does not divide every tokens_tile");
-    }
-    return "";
+    const std::string other_arm = MxArmConstraint(problem, point);
+    return other_arm.empty() ? CpuRowGroupRule(point) : other_arm;
   }
 
   // Seconds on a nominal core; only the order matters. Each weight of a tile

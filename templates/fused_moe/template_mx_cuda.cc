@@ -21,8 +21,6 @@ namespace {
 constexpr uint32_t kScaleBlock = 32;
 // Channels that one warp of a helper has.
 constexpr uint32_t kWarpChannels = 128;
-// Sums that a thread may hold without spilling.
-constexpr int64_t kSumsMax = 128;
 
 // With two terms the second takes back what a step of the first moved.
 double Tolerance(MxArm arm) {
@@ -101,16 +99,9 @@ class Template : public KernelTemplate {
 
   absl::Status Supports(const RequestGeometry& geometry,
                         const Target& target) const override {
-    if (geometry.op != Op::kFusedMoe ||
-        geometry.weights.format != WeightFormat::kTrellisMx ||
-        target.backend != Backend::kCuda || target.level < 80) {
-      return absl::UnimplementedError(
-          absl::StrCat(name(),
-                       " serves fused_moe over weights of trellis_mx on sm_80 "
-                       "and later, not on ",
-                       target.ToString()));
-    }
-    return absl::OkStatus();
+    return CheckServes(
+        *this, geometry, target.backend == Backend::kCuda && target.level >= 80,
+        absl::StrCat("on sm_80 and later, not on ", target.ToString()));
   }
 
   ParamSpace Enumerate(const Problem& problem,
@@ -178,11 +169,7 @@ class Template : public KernelTemplate {
     broken =
         MxProductRule(problem, point, SharedBytes(problem.geometry, point));
     if (!broken.empty()) return broken;
-    const int64_t sums = point.at("channels_tile") / 16 / point.at("warps") *
-                         point.at("tokens_tile") / 8 * 4;
-    if (sums <= kSumsMax) return "";
-    return absl::StrCat(sums, " sums per thread, at most ", kSumsMax,
-                        " fit the registers");
+    return ThreadSumsRule(point);
   }
 
   // The work of rounding a weight to E4M3 and of a block's scales is added to
@@ -230,27 +217,19 @@ std::string MxProductRule(const Problem& problem, const AxisPoint& point,
                           int64_t shared_bytes) {
   const RequestGeometry& geometry = problem.geometry;
   const int64_t channels = point.at("channels_tile");
-  const int64_t warps = point.at("warps");
   if (geometry.intermediate % channels != 0 ||
       geometry.hidden % channels != 0) {
     return absl::StrCat("channels_tile ", channels,
                         " does not divide intermediate ", geometry.intermediate,
                         " and hidden ", geometry.hidden);
   }
-  if (channels < 16 * warps) {
-    return absl::StrCat("channels_tile ", channels, " gives ", warps,
-                        " warps less than one tile of 16 channels each");
-  }
+  const std::string broken = WarpStripsRule(point);
+  if (!broken.empty()) return broken;
   if (point.at("split_fc1") > geometry.hidden / 128 ||
       point.at("split_fc2") > geometry.intermediate / 128) {
     return "more K slices than blocks of 128 input channels";
   }
-  if (shared_bytes > problem.device.shared_bytes_max) {
-    return absl::StrCat("shared memory ", shared_bytes, " B exceeds the ",
-                        problem.device.shared_bytes_max, " B of a block on ",
-                        problem.device.target.ToString());
-  }
-  return "";
+  return SharedBytesRule(problem, shared_bytes);
 }
 
 ParamSpace MxOrderPoints(

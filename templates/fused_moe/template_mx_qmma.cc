@@ -71,16 +71,11 @@ class Template : public KernelTemplate {
 
   absl::Status Supports(const RequestGeometry& geometry,
                         const Target& target) const override {
-    if (geometry.op != Op::kFusedMoe ||
-        geometry.weights.format != WeightFormat::kTrellisMx ||
-        !MultipliesE4m3(target)) {
-      return absl::UnimplementedError(absl::StrCat(
-          name(),
-          " serves fused_moe over weights of trellis_mx where tensor cores "
-          "multiply E4M3, on sm_89 and on sm_120 and its family, not on ",
-          target.ToString()));
-    }
-    return absl::OkStatus();
+    return CheckServes(
+        *this, geometry, MultipliesE4m3(target),
+        absl::StrCat("where tensor cores multiply E4M3, on sm_89 and on sm_120 "
+                     "and its family, not on ",
+                     target.ToString()));
   }
 
   ParamSpace Enumerate(const Problem& problem,

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "compiler/base/status_macros.h"
 #include "templates/axes.h"
+#include "templates/cpu/product_axes.h"
 #include "templates/fused_moe/op.h"
 #include "templates/fused_moe/op_qsrt.h"
 #include "templates/registry.h"
@@ -32,13 +33,6 @@ uint32_t CeilDiv(int64_t value, int64_t by) {
   return static_cast<uint32_t>((value + by - 1) / by);
 }
 
-int64_t BitsOf(QsrtArm arm) { return arm == QsrtArm::kW4A16 ? 16 : 8; }
-
-// Rates that experts may have, from the lowest to 4.
-uint32_t RatesOf(const RequestGeometry& geometry) {
-  return geometry.qsrt.pairs == PairKinds::kP24P33 ? 3 : 2;
-}
-
 class Template : public KernelTemplate {
  public:
   absl::string_view name() const override { return "fused_moe.qsrt_cpu"; }
@@ -49,8 +43,9 @@ class Template : public KernelTemplate {
     static const Digest digest = [] {
       std::vector<std::string> files(std::begin(kHeaders), std::end(kHeaders));
       for (const char* file :
-           {"axes.cc", "fused_moe/op.cc", "fused_moe/op_qsrt.cc",
-            "fused_moe/qsrt_cpu.cc", "fused_moe/template_qsrt_cpu.cc"}) {
+           {"axes.cc", "cpu/product_axes.cc", "fused_moe/op.cc",
+            "fused_moe/op_qsrt.cc", "fused_moe/qsrt_cpu.cc",
+            "fused_moe/template_qsrt_cpu.cc"}) {
         files.push_back(file);
       }
       return TemplateSourcesDigest(files);
@@ -66,13 +61,8 @@ class Template : public KernelTemplate {
 
   absl::Status Supports(const RequestGeometry& geometry,
                         const Target& target) const override {
-    if (geometry.op != Op::kFusedMoe ||
-        geometry.weights.format != WeightFormat::kQsrt ||
-        target.backend != Backend::kCpu) {
-      return absl::UnimplementedError(absl::StrCat(
-          name(), " serves fused_moe over weights of qsrt on CPU targets"));
-    }
-    return absl::OkStatus();
+    return CheckServes(*this, geometry, target.backend == Backend::kCpu,
+                       "on CPU targets");
   }
 
   ParamSpace Enumerate(const Problem& problem,
@@ -115,31 +105,17 @@ class Template : public KernelTemplate {
 
  private:
   static std::vector<Axis> Axes(const Problem& problem) {
-    const int64_t processors = std::max(1, problem.device.multiprocessors);
-    std::vector<int64_t> threads = {processors};
-    if (processors > 1) threads.push_back((processors + 1) / 2);
-    return {{"activation_bits", {16, 8}},  {"tokens_tile", {1, 2, 4, 8, 16}},
-            {"channels_tile", {128, 256}}, {"k_tile", {32, 128}},
-            {"codewords", {0, 1}},         {"row_group", {1, 2, 4, 8}},
-            {"threads", threads}};
+    return {{"activation_bits", {16, 8}},    {"tokens_tile", {1, 2, 4, 8, 16}},
+            {"channels_tile", {128, 256}},   {"k_tile", {32, 128}},
+            {"codewords", {0, 1}},           {"row_group", {1, 2, 4, 8}},
+            {"threads", CpuThreads(problem)}};
   }
 
   // Empty, or the rule that the point breaks.
   static std::string Constraint(const Problem& problem,
                                 const AxisPoint& point) {
-    const absl::StatusOr<QsrtArm> arm =
-        QsrtArmOf(problem.geometry, problem.interval);
-    if (!arm.ok()) return std::string(arm.status().message());
-    if (point.at("activation_bits") != BitsOf(*arm)) {
-      return absl::StrCat("activation_bits ", point.at("activation_bits"),
-                          ": the interval is that of the ", QsrtArmName(*arm),
-                          " arm, which has ", BitsOf(*arm));
-    }
-    if (point.at("tokens_tile") % point.at("row_group") != 0) {
-      return absl::StrCat("row_group ", point.at("row_group"),
-                          " does not divide every tokens_tile");
-    }
-    return "";
+    const std::string other_arm = QsrtArmConstraint(problem, point);
+    return other_arm.empty() ? CpuRowGroupRule(point) : other_arm;
   }
 
   // Seconds on a nominal core; only the order matters. Each weight of a tile
@@ -162,7 +138,7 @@ class Template : public KernelTemplate {
     const double work =
         tiles * weights *
             ((by_table ? kLookUp : kDecode) + kMultiply * (tile + groups)) +
-        (by_table ? kDecode * kStates * RatesOf(geometry) : 0);
+        (by_table ? kDecode * kStates * QsrtRates(geometry) : 0);
     const auto threads = static_cast<double>(point.at("threads"));
     // Blocks are claimed one by one: few large ones leave threads idle at the
     // end of a step.
@@ -235,7 +211,7 @@ class Template : public KernelTemplate {
     const Arg routed = slice("routed", 4 * rows * hidden);
 
     const bool by_table = assignment.at("codewords") == 1;
-    const uint32_t rates = RatesOf(geometry);
+    const uint32_t rates = QsrtRates(geometry);
     Arg codewords;
     if (by_table) {
       codewords = slice("codewords", sizeof(uint16_t) * rates *

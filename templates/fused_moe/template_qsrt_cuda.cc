@@ -24,8 +24,6 @@ namespace {
 constexpr auto kInter = static_cast<uint32_t>(kQsrtIntermediate);
 constexpr uint32_t kBlock = 128;  // H128, and the channels of a record
 constexpr uint32_t kRecords = kInter / kBlock;
-// Sums that a thread may hold without spilling.
-constexpr int64_t kSumsMax = 128;
 // The codebook's tables: a 16-bit number for every 16 ranks, or a byte for each
 // state of a rate.
 constexpr int64_t kRankTableBytes = 8192;
@@ -45,13 +43,6 @@ constexpr const char* kHeaders[] = {"cuda/e4m3.h",
                                     "fused_moe/situ.h",
                                     "fused_moe/sqg_fragment.h",
                                     "fused_moe/sqg_table.h"};
-
-int64_t BitsOf(QsrtArm arm) { return arm == QsrtArm::kW4A16 ? 16 : 8; }
-
-// Rates that experts may have, from the lowest to 4.
-uint32_t RatesOf(const RequestGeometry& geometry) {
-  return geometry.qsrt.pairs == PairKinds::kP24P33 ? 3 : 2;
-}
 
 // Of the table that fc1 reads.
 int64_t Fc1TableBytes(const AxisPoint& point) {
@@ -105,16 +96,9 @@ class Template : public KernelTemplate {
 
   absl::Status Supports(const RequestGeometry& geometry,
                         const Target& target) const override {
-    if (geometry.op != Op::kFusedMoe ||
-        geometry.weights.format != WeightFormat::kQsrt ||
-        target.backend != Backend::kCuda || target.level < 80) {
-      return absl::UnimplementedError(
-          absl::StrCat(name(),
-                       " serves fused_moe over weights of qsrt on sm_80 and "
-                       "later, not on ",
-                       target.ToString()));
-    }
-    return absl::OkStatus();
+    return CheckServes(
+        *this, geometry, target.backend == Backend::kCuda && target.level >= 80,
+        absl::StrCat("on sm_80 and later, not on ", target.ToString()));
   }
 
   ParamSpace Enumerate(const Problem& problem,
@@ -236,22 +220,17 @@ class Template : public KernelTemplate {
   // Empty, or the rule that the point breaks.
   static std::string Constraint(const Problem& problem,
                                 const AxisPoint& point) {
-    const absl::StatusOr<QsrtArm> arm =
-        QsrtArmOf(problem.geometry, problem.interval);
-    if (!arm.ok()) return std::string(arm.status().message());
-    if (point.at("activation_bits") != BitsOf(*arm)) {
-      return absl::StrCat("activation_bits ", point.at("activation_bits"),
-                          ": the interval is that of the ", QsrtArmName(*arm),
-                          " arm, which has ", BitsOf(*arm));
-    }
-    if (point.at("codewords") == 1 && *arm != QsrtArm::kW4A16) {
+    std::string broken = QsrtArmConstraint(problem, point);
+    if (!broken.empty()) return broken;
+    const QsrtArm arm = *QsrtArmOf(problem.geometry, problem.interval);
+    if (point.at("codewords") == 1 && arm != QsrtArm::kW4A16) {
       return absl::StrCat(
           "codewords 1 is a table of the w4a16 arm, not of the ",
-          QsrtArmName(*arm), " arm");
+          QsrtArmName(arm), " arm");
     }
-    if (HasCodes(point) && *arm != QsrtArm::kW4A8) {
+    if (HasCodes(point) && arm != QsrtArm::kW4A8) {
       return absl::StrCat("operand_codes 1 is of the w4a8 arm, not of the ",
-                          QsrtArmName(*arm), " arm");
+                          QsrtArmName(arm), " arm");
     }
     const Target& target = problem.device.target;
     if (HasCodes(point) && !MultipliesE4m3(target)) {
@@ -262,32 +241,17 @@ class Template : public KernelTemplate {
       return absl::StrCat("operand_codes 1 has a k_tile of ", kCodeDepth,
                           ", not of ", point.at("k_tile"));
     }
-    const int64_t channels = point.at("channels_tile");
-    const int64_t warps = point.at("warps");
-    if (channels < 16 * warps) {
-      return absl::StrCat("channels_tile ", channels, " gives ", warps,
-                          " warps less than one tile of 16 channels each");
-    }
-    const int64_t sums =
-        channels / 16 / warps * point.at("tokens_tile") / 8 * 4;
-    if (HasCodes(point)) {
-      std::string registers =
-          CodeRegistersRule(channels / 16 / warps, point.at("tokens_tile"));
-      if (!registers.empty()) return registers;
-    } else if (sums > kSumsMax) {
-      return absl::StrCat(sums, " sums per thread, at most ", kSumsMax,
-                          " fit the registers");
-    }
+    broken = WarpStripsRule(point);
+    if (!broken.empty()) return broken;
+    broken = HasCodes(point) ? CodeRegistersRule(point.at("channels_tile") /
+                                                     16 / point.at("warps"),
+                                                 point.at("tokens_tile"))
+                             : ThreadSumsRule(point);
+    if (!broken.empty()) return broken;
     if (point.at("split_fc1") > problem.geometry.hidden / kBlock) {
       return "more K slices than blocks of 128 input channels";
     }
-    const int64_t shared = SharedBytes(Fc1TableBytes(point), point);
-    if (shared > problem.device.shared_bytes_max) {
-      return absl::StrCat("shared memory ", shared, " B exceeds the ",
-                          problem.device.shared_bytes_max, " B of a block on ",
-                          target.ToString());
-    }
-    return "";
+    return SharedBytesRule(problem, SharedBytes(Fc1TableBytes(point), point));
   }
 
   // What sqg_e4m3 costs to decode is added to the work of fused_moe.cuda, whose
@@ -387,7 +351,7 @@ class Template : public KernelTemplate {
     const Arg mid = steps.Slice("mid_operand", row_bytes(kInter) * routes);
     const Arg fc2 = steps.ProductSlice("fc2", hidden, split2);
     const bool by_state = point.at("codewords") == 1;
-    const uint32_t rates = RatesOf(geometry);
+    const uint32_t rates = QsrtRates(geometry);
     Arg codewords;
     if (by_state) {
       codewords = steps.Slice("codewords", uint64_t{kStateTableBytes} * rates);

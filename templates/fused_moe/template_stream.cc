@@ -221,14 +221,10 @@ class Template : public KernelTemplate {
                             " do not divide those of ", product.width,
                             " channels, ", kChannels, " at a time");
       }
-      const int64_t shared = DynamicSharedBytes(product, sum) +
-                             StaticSharedBytes(geometry, product, sum);
-      if (shared > problem.device.shared_bytes_max) {
-        return absl::StrCat("shared memory ", shared, " B exceeds the ",
-                            problem.device.shared_bytes_max,
-                            " B of a block on ",
-                            problem.device.target.ToString());
-      }
+      const std::string broken = SharedBytesRule(
+          problem, DynamicSharedBytes(product, sum) +
+                       StaticSharedBytes(geometry, product, sum));
+      if (!broken.empty()) return broken;
     }
     return "";
   }

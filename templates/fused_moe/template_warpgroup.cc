@@ -12,6 +12,7 @@
 #include "templates/axes.h"
 #include "templates/fused_moe/cuda_steps.h"
 #include "templates/fused_moe/op.h"
+#include "templates/fused_moe/routed_steps.h"
 #include "templates/registry.h"
 
 namespace kiln {
@@ -232,11 +233,8 @@ class Template : public KernelTemplate {
     }
     const int64_t shared = std::max(Fc1SharedBytes(geometry, point),
                                     Fc2SharedBytes(geometry, point));
-    if (shared > problem.device.shared_bytes_max) {
-      return absl::StrCat("shared memory ", shared, " B exceeds the ",
-                          problem.device.shared_bytes_max, " B of a block on ",
-                          problem.device.target.ToString());
-    }
+    const std::string broken = SharedBytesRule(problem, shared);
+    if (!broken.empty()) return broken;
     if (ctas * (shared + 1024) > problem.device.shared_bytes_per_sm) {
       return absl::StrCat(ctas, " blocks of ", shared,
                           " B exceed the shared memory of a multiprocessor");

@@ -9,8 +9,6 @@
 namespace kiln {
 namespace {
 
-// Sums that a thread may hold without spilling.
-constexpr int64_t kSumsMax = 128;
 // Of more rows, the sums of the operand alone cost more than biased weights
 // save.
 constexpr int64_t kBiasedRows = 8;
@@ -23,37 +21,23 @@ int64_t TileProductSharedBytes(const AxisPoint& point, int bits) {
                                point.at("tokens_tile") * (k_tile + 8) * 2);
 }
 
-std::string TileProductRule(const AxisPoint& point, Codebook codebook, int bits,
-                            const DeviceProfile& device) {
-  const int64_t tokens = point.at("tokens_tile");
-  const int64_t channels = point.at("channels_tile");
-  const int64_t warps = point.at("warps");
-  if (channels < 16 * warps) {
-    return absl::StrCat("channels_tile ", channels, " gives ", warps,
-                        " warps less than one tile of 16 channels each");
-  }
-  const int64_t sums = channels / 16 / warps * tokens / 8 * 4;
-  if (sums > kSumsMax) {
-    return absl::StrCat(sums, " sums per thread, at most ", kSumsMax,
-                        " fit the registers");
-  }
+std::string TileProductRule(const Problem& problem, Codebook codebook, int bits,
+                            const AxisPoint& point) {
+  std::string broken = WarpStripsRule(point);
+  if (broken.empty()) broken = ThreadSumsRule(point);
+  if (!broken.empty()) return broken;
   if (point.at("sum") == kTileBiased) {
     if (codebook != Codebook::kMul1) {
       return absl::StrCat("biased sums are made for mul1, not for ",
                           CodebookName(codebook));
     }
+    const int64_t tokens = point.at("tokens_tile");
     if (tokens != kBiasedRows) {
       return absl::StrCat("biased sums are made for tokens_tile ", kBiasedRows,
                           ", not for ", tokens);
     }
   }
-  const int64_t shared = TileProductSharedBytes(point, bits);
-  if (shared > device.shared_bytes_max) {
-    return absl::StrCat("shared memory ", shared, " B exceeds the ",
-                        device.shared_bytes_max, " B of a block on ",
-                        device.target.ToString());
-  }
-  return "";
+  return SharedBytesRule(problem, TileProductSharedBytes(point, bits));
 }
 
 std::string TileProductClass(const AxisPoint& point) {

@@ -23,10 +23,10 @@ enum TileSum : int64_t { kTileRounded = 0, kTileBiased = 3 };
 //   bits: per weight, the most of any matrix that the kernel reads
 int64_t TileProductSharedBytes(const AxisPoint& point, int bits);
 
-// Empty, or the rule that the point breaks on this device, but for those that
-// depend on the shape of the product.
-std::string TileProductRule(const AxisPoint& point, Codebook codebook, int bits,
-                            const DeviceProfile& device);
+// Empty, or the rule that the point breaks, but for those that depend on the
+// shape of the product.
+std::string TileProductRule(const Problem& problem, Codebook codebook, int bits,
+                            const AxisPoint& point);
 
 // "f16", or of sums that axes beside the slices of K make: "biased.warps4".
 std::string TileProductClass(const AxisPoint& point);

@@ -137,8 +137,8 @@ class Template : public KernelTemplate {
     if (point.at("split") > std::max<int64_t>(2, shape.in_features / 128)) {
       return "more K slices than blocks of 128 input channels";
     }
-    return TileProductRule(point, problem.geometry.weights.codebook, shape.bits,
-                           problem.device);
+    return TileProductRule(problem, problem.geometry.weights.codebook,
+                           shape.bits, point);
   }
 
   // Cycles of the product and of its partial sums; only the order matters. The
