@@ -60,15 +60,15 @@ def weight_of(state, bits):
 TABLES = {bits: [weight_of(s, bits) for s in range(65536)] for bits in (2, 3, 4)}
 
 
-def tile_weights(words, bits):
-    """[k][n] of a tile's 16 * bits words of 16 bits, as bytes."""
+def tile_weights(words, bits, table):
+    """[k][n] of a tile's 16 * bits words of 16 bits, as bytes; the table has the
+    weight of each state."""
     u32 = struct.unpack(f"<{8 * bits}I", words)
     ring = 0
     for word in u32:
         ring = ring << 32 | word
     size = 256 * bits
     ring |= ring << size  # so that a window may begin before the first bit
-    table = TABLES[bits]
     out = [[0.0] * 16 for _ in range(16)]
     for p in range(256):
         state = ring >> size - (p + 1) * bits & 0xFFFF
@@ -79,18 +79,18 @@ def tile_weights(words, bits):
     return out
 
 
-def hadamard(row):
-    """Each aligned piece of 128 elements times the normalised matrix."""
+def hadamard(row, size=128):
+    """Each aligned piece of `size` elements times the normalised matrix."""
     out = []
-    for at in range(0, len(row), 128):
-        v = row[at:at + 128]
+    for at in range(0, len(row), size):
+        v = row[at:at + size]
         stride = 1
-        while stride < 128:
-            for i in range(128):
+        while stride < size:
+            for i in range(size):
                 if not i & stride:
                     v[i], v[i + stride] = v[i] + v[i + stride], v[i] - v[i + stride]
             stride *= 2
-        out += [value / math.sqrt(128) for value in v]
+        out += [value / math.sqrt(size) for value in v]
     return out
 
 
@@ -184,7 +184,8 @@ class Layer:
                     row, column = 16 * tile, 128 * record + 16 * stripe
                     if down:
                         row, column = column, row
-                    for k, weights in enumerate(tile_weights(words, bits)):
+                    for k, weights in enumerate(
+                            tile_weights(words, bits, TABLES[bits])):
                         out[row + k][column:column + 16] = weights
         return out
 
