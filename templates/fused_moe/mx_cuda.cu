@@ -105,8 +105,6 @@ constexpr u32 kQuarter = kd::kHadamardSize;  // channels of one warp
 // Channels of one H512; what a warp has where there is none.
 constexpr u32 kChunk = kCoupled ? kd::kMxOuter : kQuarter;
 constexpr u32 kChunks = kHidden / kChunk;  // of a token
-constexpr u32 kChunkWarps = kChunk / kQuarter;
-constexpr u32 kRotations = kRouteWarps / kChunkWarps;  // chunks of one block
 
 #if KILN_ID_I64
 using RouteId = long long;
@@ -115,8 +113,8 @@ using RouteId = int;
 #endif
 
 // StoreOperand rounds to an operand [rows][kTerms][kDepth] and stores. A warp
-// holds 128 neighbours of row `row`, from `channel` on, lane l those from 4l
-// on.
+// holds 32 kOwn neighbours of row `row`, from `channel` on, lane l those from
+// kOwn l on.
 #if KILN_OPERAND_CODES
 
 static_assert(kQuantised && kTerms == 1, "codes are those of W4A8, one term");
@@ -124,15 +122,21 @@ static_assert(kQuantised && kTerms == 1, "codes are those of W4A8, one term");
 using Value = u8;  // E4M3
 using Scale = u8;  // UE8M0
 
-template <u32 kDepth>
-__device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 row,
+template <u32 kDepth, u32 kOwn>
+__device__ __forceinline__ void StoreOperand(const float (&v)[kOwn], u64 row,
                                              u32 channel, u32 lane,
                                              Value* values, Scale* scales) {
   const u64 first = row * kDepth + channel;
-  u8 codes[4];
+  u8 codes[kOwn];
   const u8 scale = kd::QuantizeToMxfp8(v, codes);
-  kd::StoreCodes(codes, lane * 4, values + first);
-  if (lane % 8 == 0) scales[(first + lane * 4) / kd::kMxBlock] = scale;
+#pragma unroll
+  for (u32 i = 0; i < kOwn; i += 4) {
+    const u8 four[4] = {codes[i], codes[i + 1], codes[i + 2], codes[i + 3]};
+    kd::StoreCodes(four, lane * kOwn + i, values + first);
+  }
+  if (lane % (kd::kMxBlock / kOwn) == 0) {
+    scales[(first + lane * kOwn) / kd::kMxBlock] = scale;
+  }
 }
 
 #else
@@ -140,25 +144,45 @@ __device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 row,
 using Value = u16;  // binary16
 using Scale = float;
 
+template <u32 kOwn>
+__device__ __forceinline__ void StoreValues(Value* to, const float (&v)[kOwn]) {
+  if constexpr (kOwn == 4) {
+    kd::Store4(to, v);
+  } else {
+#pragma unroll
+    for (u32 i = 0; i < kOwn; i += 8) {
+      *reinterpret_cast<uint4*>(to + i) = make_uint4(
+          kd::Pack2(v[i], v[i + 1]), kd::Pack2(v[i + 2], v[i + 3]),
+          kd::Pack2(v[i + 4], v[i + 5]), kd::Pack2(v[i + 6], v[i + 7]));
+    }
+  }
+}
+
 // What a term leaves is exact: its product is, and so is a difference of near
 // numbers.
-template <u32 kDepth>
-__device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 row,
+template <u32 kDepth, u32 kOwn>
+__device__ __forceinline__ void StoreOperand(const float (&v)[kOwn], u64 row,
                                              u32 channel, u32 lane,
                                              Value* values, Scale* scales) {
-  u64 at = row * (kTerms * kDepth) + channel + lane * 4;
+  u64 at = row * (kTerms * kDepth) + channel + lane * kOwn;
   if constexpr (!kQuantised) {
-    kd::Store4(values + at, v);
+    StoreValues(values + at, v);
   } else {
-    float rest[4] = {v[0], v[1], v[2], v[3]};
+    float rest[kOwn];
+#pragma unroll
+    for (u32 i = 0; i < kOwn; ++i) rest[i] = v[i];
 #pragma unroll
     for (u32 term = 0; term < kTerms; ++term) {
-      float rounded[4] = {rest[0], rest[1], rest[2], rest[3]};
-      const float scale = kd::RoundToMxfp8(rounded);
-      kd::Store4(values + at, rounded);
-      if (lane % 8 == 0) scales[at / kd::kMxBlock] = scale;
+      float rounded[kOwn];
 #pragma unroll
-      for (u32 i = 0; i < 4; ++i) {
+      for (u32 i = 0; i < kOwn; ++i) rounded[i] = rest[i];
+      const float scale = kd::RoundToMxfp8(rounded);
+      StoreValues(values + at, rounded);
+      if (lane % (kd::kMxBlock / kOwn) == 0) {
+        scales[at / kd::kMxBlock] = scale;
+      }
+#pragma unroll
+      for (u32 i = 0; i < kOwn; ++i) {
         rest[i] = kd::Fma(-rounded[i], scale, rest[i]);
       }
       at += kDepth;
@@ -168,70 +192,56 @@ __device__ __forceinline__ void StoreOperand(const float (&v)[4], u64 row,
 
 #endif  // KILN_OPERAND_CODES
 
-// The operand of fc1: H512, gate_up_suh, H128. Four warps share a chunk, one
-// quarter each; without transforms a warp has a chunk of its own. Block `block`
-// of `blocks` has every blocks-th kRotations chunks, and asks for the next ones
-// before it works on those that came.
+// Neighbouring channels of x or of a table that a lane has of a chunk.
+constexpr u32 kOwn = kChunk / 32;
+
+struct alignas(kOwn * 2 < 16 ? kOwn * 2 : 16) OwnHalves {
+  uint2 four[kOwn / 4];
+};
+
+__device__ __forceinline__ OwnHalves LoadOwn(const u16* from, u32 lane) {
+  return *reinterpret_cast<const OwnHalves*>(from + lane * kOwn);
+}
+
+// The operand of fc1: H512, gate_up_suh, H128. A warp has a chunk at a time;
+// block `block` of `blocks` begins with that of its number.
 __device__ __forceinline__ void RotateTokens(const u16* __restrict__ x,
                                              const u16* __restrict__ suh,
                                              Value* __restrict__ values,
                                              Scale* __restrict__ scales,
                                              u32 tokens, u32 block,
                                              u32 blocks) {
-  __shared__ float4 shared[2][kRotations][kChunk / 4];
   const u32 lane = threadIdx.x % 32;
-  const u32 group = threadIdx.x / 32 / kChunkWarps;
-  const u32 quarter = threadIdx.x / 32 % kChunkWarps;
-  const u32 own = quarter * kQuarter + lane * 4;  // of the chunk, four channels
-  const u32 items = tokens * kChunks;             // chunks of x
-  const auto load = [&](u32 item) {
-    return item < items ? *reinterpret_cast<const uint2*>(
-                              x + static_cast<u64>(item) * kChunk + own)
-                        : make_uint2(0, 0);
-  };
-  uint2 upcoming = load(block * kRotations + group);
-  u32 buffer = 0;
-#pragma unroll 1
-  for (u32 first = block * kRotations; first < items;
-       first += blocks * kRotations) {
-    const u32 item = first + group;
-    float v[4];
-    kd::UnpackX4<KILN_X_BF16 != 0>(upcoming, v);
-    upcoming = load(item + blocks * kRotations);
-    if constexpr (kCoupled) {
-      kd::WarpHadamard128(v, lane);
-      // Two buffers: who still reads the one before has not come here yet.
-      float4(&chunk)[kChunk / 4] = shared[buffer][group];
-      buffer ^= 1;
-      chunk[own / 4] = make_float4(v[0], v[1], v[2], v[3]);
-      __syncthreads();
-      // v becomes this quarter of the butterfly over the four.
-      const float inner = quarter % 2 == 0 ? 1.0f : -1.0f;
-      const float outer = quarter < 2 ? 1.0f : -1.0f;
-      float four[4][4];
+  kd::ForItems(
+      block * kRouteWarps + threadIdx.x / 32, tokens * kChunks,
+      blocks * kRouteWarps,
+      [&](u32 item) {
+        return LoadOwn(x + static_cast<u64>(item) * kChunk, lane);
+      },
+      [&](u32 item, const OwnHalves& halves) {
+        const u32 channel = item % kChunks * kChunk;
+        float v[kOwn];
 #pragma unroll
-      for (u32 q = 0; q < 4; ++q) {
-        const float4 part = chunk[q * (kQuarter / 4) + lane];
-        four[0][q] = part.x;
-        four[1][q] = part.y;
-        four[2][q] = part.z;
-        four[3][q] = part.w;
-      }
+        for (u32 i = 0; i < kOwn; i += 4) {
+          float four[4];
+          kd::UnpackX4<KILN_X_BF16 != 0>(halves.four[i / 4], four);
 #pragma unroll
-      for (u32 i = 0; i < 4; ++i) {
-        const float low = kd::Fma(four[i][1], inner, four[i][0]);
-        const float high = kd::Fma(four[i][3], inner, four[i][2]);
-        v[i] = kd::Fma(high, outer, low) * 0.5f;
-      }
-      kd::Scale4(suh + item % kChunks * kChunk + own, v);
-      kd::WarpHadamard128(v, lane);
-    }
-    if (item < items) {
-      StoreOperand<kHidden>(v, item / kChunks,
-                            item % kChunks * kChunk + quarter * kQuarter, lane,
-                            values, scales);
-    }
-  }
+          for (u32 j = 0; j < 4; ++j) v[i + j] = four[j];
+        }
+        if constexpr (kCoupled) {
+          kd::WarpHadamard512(v, lane);
+          const OwnHalves scale = LoadOwn(suh + channel, lane);
+#pragma unroll
+          for (u32 i = 0; i < kOwn; i += 4) {
+            float four[4];
+            kd::Unpack4(scale.four[i / 4], four);
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j) v[i + j] *= four[j];
+          }
+          kd::WarpHadamard128Of512(v, lane, kd::HadamardScale());
+        }
+        StoreOperand<kHidden>(v, item / kChunks, channel, lane, values, scales);
+      });
 }
 
 }  // namespace

@@ -312,7 +312,7 @@ void AddMxSteps(const Problem& problem, const AxisPoint& assignment,
   };
   steps.AddRoute(p(P::kTopkIds), {rows, positions, tiles, totals},
                  {.chunks = chunks,
-                  .block_chunks = kRouteWarps / chunk_warps,
+                  .block_chunks = kRouteWarps,
                   .args = {p(P::kX), p(P::kGateUpSuh), x_values, x_scales}});
   steps.Add("fc1", 1, product(2 * inter, split1),
             {x_values, x_scales, p(P::kW13), p(P::kW13Scale), rows, tiles,
