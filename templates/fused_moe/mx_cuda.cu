@@ -203,8 +203,26 @@ __device__ __forceinline__ OwnHalves LoadOwn(const u16* from, u32 lane) {
   return *reinterpret_cast<const OwnHalves*>(from + lane * kOwn);
 }
 
-// The operand of fc1: H512, gate_up_suh, H128. A warp has a chunk at a time;
-// block `block` of `blocks` begins with that of its number.
+// H512, scales of a chunk, H128; nothing where the boundary is the identity.
+template <u32 kCount>
+__device__ __forceinline__ void BoundBefore(float (&v)[kCount], const u16* suh,
+                                            u32 lane) {
+  if constexpr (kCoupled) {
+    kd::WarpHadamard512(v, lane);
+    const OwnHalves scale = LoadOwn(suh, lane);
+#pragma unroll
+    for (u32 i = 0; i < kCount; i += 4) {
+      float four[4];
+      kd::Unpack4(scale.four[i / 4], four);
+#pragma unroll
+      for (u32 j = 0; j < 4; ++j) v[i + j] *= four[j];
+    }
+    kd::WarpHadamard128Of512(v, lane, kd::HadamardScale());
+  }
+}
+
+// The operand of fc1, from x. A warp has a chunk at a time; block `block` of
+// `blocks` begins with that of its number.
 __device__ __forceinline__ void RotateTokens(const u16* __restrict__ x,
                                              const u16* __restrict__ suh,
                                              Value* __restrict__ values,
@@ -228,18 +246,7 @@ __device__ __forceinline__ void RotateTokens(const u16* __restrict__ x,
 #pragma unroll
           for (u32 j = 0; j < 4; ++j) v[i + j] = four[j];
         }
-        if constexpr (kCoupled) {
-          kd::WarpHadamard512(v, lane);
-          const OwnHalves scale = LoadOwn(suh + channel, lane);
-#pragma unroll
-          for (u32 i = 0; i < kOwn; i += 4) {
-            float four[4];
-            kd::Unpack4(scale.four[i / 4], four);
-#pragma unroll
-            for (u32 j = 0; j < 4; ++j) v[i + j] *= four[j];
-          }
-          kd::WarpHadamard128Of512(v, lane, kd::HadamardScale());
-        }
+        BoundBefore(v, suh + channel, lane);
         StoreOperand<kHidden>(v, item / kChunks, channel, lane, values, scales);
       });
 }

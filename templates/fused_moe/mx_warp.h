@@ -101,12 +101,12 @@ KILN_FN void WarpHadamard128Of512(float (&v)[16], u32 lane, float factor) {
   KILN_UNROLLED
   for (u32 i = 0; i < 16; i += 4) Hadamard4(v + i);
   KILN_UNROLLED
-  for (u32 stride = 4; stride < 16; stride *= 2) {
+  for (u32 i = 0; i < 16; i += 8) {
     KILN_UNROLLED
-    for (u32 i = 0; i < 16; ++i) {
-      if ((i & stride) == 0) Butterfly(v[i], v[i + stride]);
-    }
+    for (u32 k = i; k < i + 4; ++k) Butterfly(v[k], v[k + 4]);
   }
+  KILN_UNROLLED
+  for (u32 i = 0; i < 8; ++i) Butterfly(v[i], v[i + 8]);
   ButterfliesOfLanes<1, 8>(v, lane);
   KILN_UNROLLED
   for (u32 i = 0; i < 16; ++i) v[i] *= factor;

@@ -28,7 +28,7 @@
 //   KILN_STAGES            2, 3, 4 or 6 buffers of the cp.async ring
 //   KILN_CODEWORDS         0: fc1 decodes weights by their ranks, as fc2 does;
 //                          1: by a table of all states, which each launch makes
-//                          (W4A16 alone)
+//                          (without codes)
 //   KILN_BLOCK_SCALED      with codes, 1: the tensor core takes the scales of
 //   32
 //                          input channels (sm_120a, sm_121a); 0: it does not
@@ -238,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
   kd::CountSegment<kExperts>(ids, counts, tokens * kTopK, length);
 }
 
-#if KILN_ACTIVATION_BITS == 16
+#if !KILN_OPERAND_CODES
 
 namespace {
 
@@ -260,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads)
       static_cast<u8>(kBytes.value[group]);
 }
 
-#endif  // KILN_ACTIVATION_BITS == 16
+#endif  // !KILN_OPERAND_CODES
 
 // Sorts the routes. With shared tables the operands do not depend on them:
 // blocks beyond `segments` that sort rotate, a 128 block of a token per warp at
@@ -431,8 +431,8 @@ static_assert(kWarpStrips * (kTokenGroups * 4 + 20) <= 144,
 static_assert(kWarpStrips * kTokenGroups * 4 <= 128, "too many sums per lane");
 #endif
 static_assert(kOtherLow + kOtherHigh >= 6, "no expert is shorter than P33");
-static_assert(!KILN_CODEWORDS || !kQuantised,
-              "a table of all states is for binary16");
+static_assert(!KILN_CODEWORDS || !KILN_OPERAND_CODES,
+              "a table of all states is for numbers");
 
 // What operands are: codes, bfloat16 or binary16.
 #if KILN_OPERAND_CODES
@@ -509,14 +509,14 @@ struct ByRank {
 #if KILN_CODEWORDS
 struct ByState {
   static constexpr u32 kBytes = kd::kSqgStates;
-  static constexpr int kTimes = kd::kSqgByteTimes;
+  static constexpr int kTimes = kQuantised ? 1 : kd::kSqgByteTimes;
 
   u32 table;
 
   template <int kBits>
   __device__ __forceinline__ void Decode(const kd::SpanBits& bits,
                                          u32 (&a)[4]) const {
-    kd::LookUpSqgFragment<kBits>(
+    kd::LookUpSqgFragment<kBits, kQuantised>(
         bits, [this](u32 state) { return kd::LoadShared8(table + state); }, a);
   }
 };

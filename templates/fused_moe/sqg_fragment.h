@@ -145,23 +145,49 @@ KILN_FN u32 HalvesOfSqgBytes(u32 low, u32 high) {
   return (pair & 0x80008000u) | ((pair & 0x7F007F00u) >> 1);
 }
 
+// The same as bfloat16 numbers, which are the weights: of a byte's exponent
+// kSqgByteBias makes 127, by a product that is exact.
+KILN_FN u32 BfloatsOfSqgBytes(u32 low, u32 high) {
+  constexpr u32 kUp = 127 - kSqgByteBias;
+  const u32 pair = low << 8 | high << 24;
+  const u32 bits = (pair & 0x80008000u) | ((pair & 0x7F007F00u) >> 4);
+#if KILN_ON_CUDA
+  constexpr u32 kPower = (127 + kUp) << 7;
+  u32 weights;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+      : "=r"(weights)
+      : "r"(bits), "r"(kPower << 16 | kPower), "r"(0x80008000u));
+  return weights;
+#else
+  u32 weights = bits;
+  if ((bits & 0x7FFFu) != 0) weights += kUp << 7;
+  if ((bits & 0x7FFF0000u) != 0) weights += kUp << 23;
+  return weights;
+#endif
+}
+
 template <int K, int kIndex = 0>
 KILN_FN void SpanStates(const SpanBits& bits, u32 state[8]) {
   state[kIndex] = SpanState<K, kIndex>(bits);
   if constexpr (kIndex < 7) SpanStates<K, kIndex + 1>(bits, state);
 }
 
-// As DecodeSqgFragment, but the weights are divided by kSqgByteTimes: whoever
-// sums multiplies the sum, which is exact.
+// As DecodeSqgFragment, as bfloat16 or as binary16. In the latter form the
+// weights are divided by kSqgByteTimes: whoever sums multiplies the sum, which
+// is exact.
 //   byte(state): of a state of K bits, as SqgNumber<3> makes it
-template <int K, class Byte>
+template <int K, bool kBfloat, class Byte>
 KILN_FN void LookUpSqgFragment(const SpanBits& bits, Byte byte, u32 a[4]) {
   u32 state[8];
   SpanStates<K>(bits, state);
-  a[0] = HalvesOfSqgBytes(byte(state[0]), byte(state[1]));
-  a[1] = HalvesOfSqgBytes(byte(state[4]), byte(state[5]));
-  a[2] = HalvesOfSqgBytes(byte(state[2]), byte(state[3]));
-  a[3] = HalvesOfSqgBytes(byte(state[6]), byte(state[7]));
+  const auto pair = [&](u32 first) {
+    const u32 low = byte(state[first]), high = byte(state[first + 1]);
+    return kBfloat ? BfloatsOfSqgBytes(low, high) : HalvesOfSqgBytes(low, high);
+  };
+  a[0] = pair(0);
+  a[1] = pair(4);
+  a[2] = pair(2);
+  a[3] = pair(6);
 }
 
 }  // namespace kd

@@ -161,8 +161,8 @@ class Template : public KernelTemplate {
                                         "kiln_qsrt_combine", "kiln_qsrt_count"};
     if (!geometry.weights.shared_scales) support.push_back("kiln_qsrt_rotate");
     support.push_back("kiln_qsrt_route");
-    // Of the arm of 16 bits, whether or not this candidate launches it.
-    if (assignment.at("activation_bits") == 16) {
+    // Whether or not this candidate launches it.
+    if (assignment.at("operand_codes") == 0) {
       support.push_back("kiln_qsrt_table");
     }
     std::string products =
@@ -194,27 +194,23 @@ class Template : public KernelTemplate {
             {"split_fc2", {1, 2}}};
   }
 
-  // Points of both ways to decode, or with and without codes, in turn, each in
-  // its order: which is faster is for a race to say, however short the prefix
-  // that it takes.
+  // Points of all ways to decode in turn, each in its order: which is faster is
+  // for a race to say, however short the prefix that it takes.
   static void Alternate(std::vector<Assignment>* points) {
-    if (points->empty()) return;
-    const auto way = [](const Assignment& point) {
-      return std::pair(point.at("codewords"), point.at("operand_codes"));
-    };
-    const auto other = std::stable_partition(
-        points->begin(), points->end(),
-        [&way, first = way(points->front())](const Assignment& point) {
-          return way(point) == first;
-        });
-    std::vector<Assignment> turns;
-    auto a = points->begin();
-    auto b = other;
-    while (a != other || b != points->end()) {
-      if (a != other) turns.push_back(std::move(*a++));
-      if (b != points->end()) turns.push_back(std::move(*b++));
+    // How many of its way come before a point.
+    std::map<std::pair<int64_t, int64_t>, size_t> counts;
+    std::vector<std::pair<size_t, Assignment>> turns;
+    for (Assignment& point : *points) {
+      const size_t turn =
+          counts[{point.at("codewords"), point.at("operand_codes")}]++;
+      turns.emplace_back(turn, std::move(point));
     }
-    *points = std::move(turns);
+    std::stable_sort(
+        turns.begin(), turns.end(),
+        [](const auto& a, const auto& b) { return a.first < b.first; });
+    for (size_t i = 0; i < turns.size(); ++i) {
+      (*points)[i] = std::move(turns[i].second);
+    }
   }
 
   // Empty, or the rule that the point breaks.
@@ -223,10 +219,8 @@ class Template : public KernelTemplate {
     std::string broken = QsrtArmConstraint(problem, point);
     if (!broken.empty()) return broken;
     const QsrtArm arm = *QsrtArmOf(problem.geometry, problem.interval);
-    if (point.at("codewords") == 1 && arm != QsrtArm::kW4A16) {
-      return absl::StrCat(
-          "codewords 1 is a table of the w4a16 arm, not of the ",
-          QsrtArmName(arm), " arm");
+    if (point.at("codewords") == 1 && HasCodes(point)) {
+      return "codewords 1 is a table of numbers, operand_codes 1 needs codes";
     }
     if (HasCodes(point) && arm != QsrtArm::kW4A8) {
       return absl::StrCat("operand_codes 1 is of the w4a8 arm, not of the ",

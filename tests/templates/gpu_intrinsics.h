@@ -26,11 +26,20 @@ struct uint2 {
   unsigned int x, y;
 };
 
+struct alignas(16) uint4 {
+  unsigned int x, y, z, w;
+};
+
 struct alignas(16) float4 {
   float x, y, z, w;
 };
 
 inline uint2 make_uint2(unsigned int x, unsigned int y) { return {x, y}; }
+
+inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z,
+                        unsigned int w) {
+  return {x, y, z, w};
+}
 
 inline float4 make_float4(float x, float y, float z, float w) {
   return {x, y, z, w};

@@ -143,11 +143,15 @@ void ExpectTheCodebookOfStates() {
     const uint32_t byte = bytes.value[kd::SqgGroupOf<K>(state)];
     ASSERT_LE(byte, 0xFFu);
     const uint32_t pair = kd::HalvesOfSqgBytes(byte, byte ^ 0x80u);
+    const uint32_t wide = kd::BfloatsOfSqgBytes(byte, byte ^ 0x80u);
     for (uint32_t i = 0; i < 2; ++i) {
       const auto half = static_cast<uint16_t>(pair >> (16 * i));
       const float value = kd::f16_to_f32(half) * kd::kSqgByteTimes;
       const float want = i == 0 ? table.value[state] : -table.value[state];
       ASSERT_EQ(kd::FloatBits(value), kd::FloatBits(want))
+          << "K=" << K << " state " << state;
+      const auto bfloat = static_cast<uint16_t>(wide >> (16 * i));
+      ASSERT_EQ(uint32_t{bfloat} << 16, kd::FloatBits(want))
           << "K=" << K << " state " << state;
       // The exponents of all weights are as far apart as those of the other
       // table: no number becomes a subnormal one.

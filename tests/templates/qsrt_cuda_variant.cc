@@ -72,7 +72,7 @@ QsrtCudaVariant KILN_JOIN(KILN_PREFIX, Variant)() {
           .entries = {
               {"kiln_qsrt_count", gpu::EntryOf(support::kiln_qsrt_count)},
               {"kiln_qsrt_route", gpu::EntryOf(support::kiln_qsrt_route)},
-#if KILN_ACTIVATION_BITS == 16
+#if !KILN_OPERAND_CODES
               {"kiln_qsrt_table", gpu::EntryOf(support::kiln_qsrt_table)},
 #endif
 #if !KILN_SHARED_SUH

@@ -351,14 +351,12 @@ TEST(FusedMoeQsrtCudaTemplateTest, BothProductsReadOneRouteMap) {
 }
 
 TEST(FusedMoeQsrtCudaTemplateTest, ATableIsMadeWhereACandidateReadsIt) {
-  size_t tables = 0;
+  std::map<int64_t, size_t> tables;  // by arm
   for (const Interval interval : {Interval{1, 8}, Interval{9, 32}}) {
     const Problem problem = ProblemFor(interval.m_min, interval.m_max);
     for (const Assignment& point : SpaceOf(problem).points) {
       const bool by_state = point.at("codewords") == 1;
-      tables += by_state ? 1 : 0;
-      // The other arm has no such table.
-      ASSERT_FALSE(by_state && point.at("activation_bits") == 8);
+      tables[point.at("activation_bits")] += by_state ? 1 : 0;
       const PlanBody body = BodyOf(problem, point);
       ASSERT_EQ(body.steps.front().label == "table", by_state);
       ASSERT_EQ(Reads(body, "table", "codewords"), by_state);
@@ -366,7 +364,8 @@ TEST(FusedMoeQsrtCudaTemplateTest, ATableIsMadeWhereACandidateReadsIt) {
       ASSERT_FALSE(Reads(body, "fc2", "codewords"));
     }
   }
-  EXPECT_GT(tables, 0u);
+  EXPECT_GT(tables[8], 0u);
+  EXPECT_GT(tables[16], 0u);
   // P33 and P43 have no K2.
   Problem problem = ProblemFor(9, 32);
   problem.geometry.qsrt.pairs = PairKinds::kP33P43;
@@ -381,7 +380,7 @@ TEST(FusedMoeQsrtCudaTemplateTest, ATableIsMadeWhereACandidateReadsIt) {
 // The cost of the two ways to decode has not been measured: a race of a few has
 // both.
 TEST(FusedMoeQsrtCudaTemplateTest, AShortPrefixHasBothWaysToDecode) {
-  for (const uint32_t m : {9u, 64u, 4096u}) {
+  for (const uint32_t m : {8u, 9u, 64u, 4096u}) {
     const ParamSpace all = SpaceOf(ProblemFor(m, m));
     std::set<std::string> points;
     for (const Assignment& point : all.points) {
@@ -563,9 +562,10 @@ TEST(FusedMoeQsrtCudaTemplateTest, RefusesPointsThatBreakARule) {
                        HasSubstr("channels_tile is 256, must be one of")));
   bad = SpaceOf(ProblemFor(1, 8)).points.front();
   bad["codewords"] = 1;
+  bad["operand_codes"] = 1;
   EXPECT_THAT(FusedMoeQsrtCudaTemplate()->MakeBody(ProblemFor(1, 8), bad),
               StatusIs(absl::StatusCode::kInvalidArgument,
-                       HasSubstr("codewords 1 is a table of the w4a16 arm")));
+                       HasSubstr("codewords 1 is a table of numbers")));
   bad = SpaceOf(problem).points.front();
   bad["channels_tile"] = 64;
   bad["warps"] = 8;
