@@ -181,6 +181,18 @@ absl::Status AddGolden(const std::vector<TargetContext>& contexts,
   return absl::OkStatus();
 }
 
+// Whether every entry that the plan is for has its digest of golden replay.
+bool HasGolden(const BundleSection& section,
+               const std::vector<std::string>& names,
+               const Interval& interval) {
+  return std::all_of(section.entries.begin(), section.entries.end(),
+                     [&](const BundleEntry& entry) {
+                       return std::find(names.begin(), names.end(),
+                                        entry.name) == names.end() ||
+                              entry.golden.find(interval) != entry.golden.end();
+                     });
+}
+
 // The plan that serves each interval: its own, or the one that it was merged
 // into, with the whole interval that this one serves.
 absl::StatusOr<std::vector<Plan>> MergePlans(
@@ -305,10 +317,13 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
   if (policy.golden) {
     RETURN_IF_ERROR(AddGolden(contexts, options, result.bytes, &sections));
     ASSIGN_OR_RETURN(result.bytes, WriteBundle(sections, consent));
-    for (const BundleSection& section : sections) {
-      for (const BundleEntry& entry : section.entries) {
-        result.golden += entry.golden.size();
-      }
+    for (size_t i = 0; i < intervals.size(); ++i) {
+      const Interval& interval = plans[i].interval;
+      if (interval.m_max != intervals[i].interval.m_max) continue;  // merged
+      result.golden += HasGolden(sections[intervals[i].context],
+                                 intervals[i].names, interval)
+                           ? 1
+                           : 0;
     }
   }
   RETURN_IF_ERROR(CheckBundleMatches(result.bytes, sections));

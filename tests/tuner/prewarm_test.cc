@@ -305,6 +305,8 @@ TEST_F(PrewarmTest, FreezingTwiceGivesTheSameBytes) {
   EXPECT_THAT(BundleRoot(first.bytes), testing::IsOkAndHolds(first.root));
   EXPECT_EQ(first.entries, 2u);
   EXPECT_EQ(first.plans, 2u);
+  // Two entries share each plan.
+  EXPECT_EQ(first.golden, 2u);
   EXPECT_EQ(first.predicted, 0u);
   EXPECT_GE(first.programs, 1u);
 }
