@@ -165,8 +165,18 @@ std::string CacheDirectory(const GlobalOptions& global) {
   return home.empty() ? "" : absl::StrCat(home, "/.cache/kiln");
 }
 
+bool CacheExists(const GlobalOptions& global) {
+  std::error_code ignored;
+  return std::filesystem::exists(
+      std::filesystem::path(CacheDirectory(global)) / kCacheFileName, ignored);
+}
+
 absl::StatusOr<PlanCache> OpenCache(const GlobalOptions& global) {
   return OpenCacheAs(global, false);
+}
+
+absl::StatusOr<PlanCache> OpenExistingCache(const GlobalOptions& global) {
+  return OpenCacheAs(global, !CacheExists(global));
 }
 
 absl::StatusOr<PlanCache> OpenCacheToRead(const GlobalOptions& global) {

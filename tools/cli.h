@@ -266,7 +266,12 @@ int ExitCodeOf(const absl::Status& status);
 // --cache, else $KILN_CACHE, else $XDG_CACHE_HOME/kiln, else ~/.cache/kiln;
 // empty where none of them is set.
 std::string CacheDirectory(const GlobalOptions& global);
+// Whether there is a cache, so that none is made where a folder was mistyped.
+bool CacheExists(const GlobalOptions& global);
 absl::StatusOr<PlanCache> OpenCache(const GlobalOptions& global);
+// For verbs that store nothing of their own, but note what is used: where there
+// is no cache, none is made, and it reads as empty.
+absl::StatusOr<PlanCache> OpenExistingCache(const GlobalOptions& global);
 // For verbs that only look: read-only, unless --cache-mode is off.
 absl::StatusOr<PlanCache> OpenCacheToRead(const GlobalOptions& global);
 

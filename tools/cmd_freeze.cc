@@ -25,9 +25,7 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
   }
   ASSIGN_OR_RETURN(const PrewarmOptions options,
                    MakePrewarmOptions(global, command.planning));
-  // Before there is a cache: what cannot be served changes nothing.
-  RETURN_IF_ERROR(CheckOpsServed(manifest, options.targets, options.attached));
-  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
+  ASSIGN_OR_RETURN(PlanCache cache, OpenExistingCache(global));
   FreezePolicy policy;
   policy.allow_predicted = command.allow_predicted;
   policy.allow_unqualified = command.allow_unqualified;

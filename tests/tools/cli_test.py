@@ -1123,6 +1123,54 @@ class CareTest(CliTest):
         self.assertEqual(words.code, INCOMPLETE, words)
         self.assertIn("candidates/limit", words.out)
 
+    def test_candidates_that_all_failed_are_told_and_not_to_prewarm_again(self):
+        # No launch of it is over in a millisecond.
+        large = write("slow.json", changed(hidden=4096, intermediate=2048,
+                                           capacities=[256]))
+        done = kiln("--json", "prewarm", large, *CPU, "--launch-timeout",
+                    "0.001", cache="slow")
+        self.assertEqual(done.code, INCOMPLETE, done)
+        words = ["moe m 1..256", "its only candidate was rejected", "at race: ",
+                 "longer than 0.001 s", "kiln cache gc"]
+        frozen = self.refuse(INCOMPLETE, *words, "kiln explain", args=[
+            "freeze", large, *CPU, "-o", SCRATCH / "slow.kiln"], cache="slow")
+        self.assertNotIn("same manifest", frozen.err)
+        self.refuse(INCOMPLETE, "1 of 1", *words, args=[
+            "cache", "export", large, *CPU, "-o", SCRATCH / "slow.kilncache"],
+                    cache="slow")
+        explain = ["explain", large, *CPU, "--entry", "moe", "--tokens", "1"]
+        result = kiln("--json", *explain, cache="slow")
+        self.assertEqual(result.code, INCOMPLETE, result)
+        (interval,) = result.json()["intervals"]
+        self.assertEqual(interval["competing"], 1)
+        (rejected,) = interval["rejected"]
+        self.assertEqual(rejected["stage"], "race")
+        self.assertIn("longer than 0.001 s", rejected["reason"])
+        self.assertIn(rejected["label"], interval["advice"])
+        text = kiln(*explain, cache="slow")
+        self.assertEqual(text.code, INCOMPLETE, text)
+        self.assertIn("1 of 1 candidates were rejected", text.out)
+        self.assertIn("its only candidate was rejected", text.out)
+        self.assertNotIn("same manifest", text.out)
+
+    def test_plans_of_before_a_measurement_are_told(self):
+        shutil.copytree(SCRATCH / "cache", SCRATCH / "measured")
+        measured = kiln("doctor", "--measure", "--target", "cpu",
+                        cache="measured")
+        self.assertEqual(measured.code, DONE, measured)
+        self.assertIn("plans that were made before no longer answer",
+                      measured.out)
+        words = ["before kiln doctor --measure found this device's balance",
+                 "run kiln prewarm again"]
+        self.refuse(INCOMPLETE, "moe m 1..1", *words, "kiln explain", args=[
+            *FREEZE, "-o", SCRATCH / "measured.kiln"], cache="measured")
+        self.assertFalse((SCRATCH / "measured.kiln").exists())
+        text = kiln("explain", SMALL, *CPU, "--entry", "moe", "--tokens", "1",
+                    cache="measured")
+        self.assertEqual(text.code, INCOMPLETE, text)
+        for word in (*words, "candidates/balance  (empty)"):
+            self.assertIn(word, text.out)
+
     def test_explain_refuses_what_the_manifest_lacks(self):
         self.refuse(USAGE, '"nope"', "moe", args=[
             "explain", SMALL, *CPU, "--entry", "nope", "--tokens", "1"])
@@ -1384,6 +1432,15 @@ class CareTest(CliTest):
     def test_looking_for_a_cache_makes_none(self):
         for command in self.looks():
             kiln(*command, cache="never made")
+            self.assertFalse((SCRATCH / "never made").exists(), command)
+
+    def test_what_is_refused_makes_no_cache(self):
+        for code, command in (
+                (INCOMPLETE, [*FREEZE, "-o", SCRATCH / "never made.kiln"]),
+                (USAGE, ["--cc-cpu", "/nonexistent/cc", "prewarm", SMALL, *CPU]),
+                (USAGE, ["--cc-cpu", "/nonexistent/cc", "doctor", "--measure",
+                         "--target", "cpu"])):
+            self.refuse(code, args=command, cache="never made")
             self.assertFalse((SCRATCH / "never made").exists(), command)
 
     def test_a_merge_with_a_missing_source_takes_none(self):
