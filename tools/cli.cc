@@ -218,10 +218,6 @@ absl::StatusOr<PrewarmOptions> MakePrewarmOptions(
   PrewarmOptions options;
   ASSIGN_OR_RETURN(options.targets, ParseTargets(planning.targets));
   options.capacity_max = planning.max_capacity;
-  if (planning.max_arena == 0 || planning.max_arena > kArenaBytesMax) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--max-arena must be 1 to ", kArenaBytesMax, " bytes"));
-  }
   options.arena_bytes_max = planning.max_arena;
   options.candidates_max =
       planning.exhaustive ? kAllCandidates : planning.max_candidates;

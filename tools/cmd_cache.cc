@@ -2,7 +2,6 @@
 
 #include <cstdio>
 #include <filesystem>
-#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -272,11 +271,6 @@ absl::StatusOr<int> RunCacheGc(const GlobalOptions& global,
   options.root_plans = PlanKeysOf(manifests);
   ASSIGN_OR_RETURN(options.root_programs, ProgramsOfBundles(command.bundles));
   if (command.bytes_max.has_value()) {
-    // CLI11 reads "-1" as the largest number.
-    if (*command.bytes_max > std::numeric_limits<int64_t>::max()) {
-      return absl::InvalidArgumentError(
-          "--max-bytes is negative or too large; it must be within 0..2^63-1");
-    }
     options.bytes_max = static_cast<int64_t>(*command.bytes_max);
   }
   if (command.days_max.has_value()) {

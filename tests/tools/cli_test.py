@@ -733,6 +733,49 @@ class UsageTest(CliTest):
             with self.subTest(" ".join(str(arg) for arg in args)):
                 self.refuse(USAGE, *words, args=args)
 
+    @need_cc_cpu
+    def test_numbers_are_decimal_with_leading_zeros_too(self):
+        def planned(*args):
+            result = kiln("--json", "plan", SMALL, "--target", "cpu", *args)
+            self.assertEqual(result.code, DONE, result)
+            return [len(interval["candidates"])
+                    for interval in result.json()["intervals"]]
+        self.assertEqual(planned("--max-candidates", "010"), [10] * 3)
+        self.assertEqual(planned("--max-candidates", "3", "--device", "08,1"),
+                         [3] * 3)
+        self.assertEqual(planned("--max-candidates", "3", "--max-capacity",
+                                 "0004"), [3] * 2)
+        self.refuse(REFUSED, "exceeds the limit of 10", args=[
+            "plan", SMALL, "--target", "cpu", "--max-arena", "010"])
+        self.refuse(REFUSED, "exceeds the limit of 1024", args=[
+            "plan", SMALL, "--target", "cpu", "--max-arena", "01KiB"])
+        for size in ("4 KiB", "4k", "4KB", "4Ki", "4096b", "4096"):
+            self.refuse(REFUSED, "exceeds the limit of 4096", args=[
+                "plan", SMALL, "--target", "cpu", "--max-arena", size])
+        for option in ("--max-candidates", "--max-capacity", "--max-arena",
+                       "--device"):
+            for value in ("0x4", "1_0", "1'0", "+1", " 1", "0b1", "0o1", "1.0"):
+                with self.subTest(f"{option} {value}"):
+                    self.refuse(USAGE, option, f'"{value}"', args=[
+                        "plan", SMALL, "--target", "cpu", option, value])
+
+    def test_what_would_be_passed_over_is_refused(self):
+        gc = ["cache", "gc", "--max-age", "1"]
+        for option, needed, args in (
+                *((words[0], "--manifest", [*gc, *words]) for words in (
+                    ["--max-arena", "1MiB"], ["--target", "cpu"],
+                    ["--max-candidates", "1"], ["--max-capacity", "1"],
+                    ["--exhaustive"], ["--warm-l2"], ["--device", "1"],
+                    ["--keep-numerics", "x"], ["--package", "x"],
+                    ["--compile-only"])),
+                ("--signature", "--key", ["verify", "x.kiln", "--signature",
+                                          "x"]),
+                ("--python", "--compare", ["bench", "x.kiln", "--python", "p"]),
+                ("--output", "file", ["sign", "--new-key", "--key", "k", "-o",
+                                      "s"])):
+            with self.subTest(option):
+                self.refuse(USAGE, f"{option} requires", needed, args=args)
+
     def test_an_empty_value_is_never_the_default(self):
         # As where a script's variable is unset; all of these mean something
         # else when they are left out, or another place.
