@@ -116,8 +116,8 @@ struct CacheMergeCommand {
 
 struct DescribeCommand {
   std::string checkpoint;
-  std::string output;  // empty = stdout
-  int64_t tensor_parallel = 1;
+  std::string output;                      // empty = stdout
+  std::optional<int64_t> tensor_parallel;  // ranks; absent: 1
 };
 
 struct PrepareCommand {
