@@ -1250,6 +1250,23 @@ class CareTest(CliTest):
         self.refuse(USAGE, "fraction", args=[
             "freeze", SMALL, *CPU, "--regret-cap", "-1", "-o", file])
 
+    def test_curves_of_other_limits_are_told_apart(self):
+        shutil.copytree(SCRATCH / "cache", SCRATCH / "limits")
+        alone = kiln("replay", cache="limits")
+        self.assertNotIn("candidates/limit", alone.out)
+        more = kiln("prewarm", SMALL, "--target", "cpu", "--max-candidates",
+                    "2", "--budget", "0.05", cache="limits")
+        self.assertEqual(more.code, DONE, more)
+        replayed = kiln("replay", cache="limits")
+        page = SCRATCH / "limits.html"
+        self.assertEqual(kiln("report", "-o", page, cache="limits").code, DONE)
+        for limit in (1, 2):
+            self.assertIn(f"bf16 i32, candidates/limit {limit}\n", replayed.out)
+            self.assertIn(f"<p>candidates/limit {limit}</p>", page.read_text())
+        curves = kiln("--json", "replay", cache="limits").json()["curves"]
+        self.assertEqual({curve["apart_by"] for curve in curves},
+                         {"candidates/limit 1", "candidates/limit 2"})
+
     def test_bench_prints_times_and_rates(self):
         result = kiln("--json", "bench", self.bundle, "--blocks", "3",
                       "--max-capacity", "4", "--allow-unqualified",
