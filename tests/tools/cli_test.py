@@ -263,6 +263,10 @@ class LinearTest(CliTest):
         self.refuse(REFUSED, "fused_moe only", "linear [256, 128]", args=[
             "bench", self.bundle, "--compare", "torch", "--entry", "q_proj",
             "--allow-unqualified"])
+        self.refuse(USAGE, "--max-capacity is 16", 'for entry "o_proj"',
+                    "is 17 tokens", args=[
+                        "bench", self.bundle, "--entry", "o_proj",
+                        "--max-capacity", "16", "--allow-unqualified"])
 
     def test_explain_replay_and_report_know_it(self):
         result = kiln("--json", "explain", self.manifest, *CPU, "--entry",
@@ -1292,8 +1296,12 @@ class CareTest(CliTest):
         self.assertRegex(words.out, r"noise +MHz +floor")
         self.refuse(USAGE, "must be torch", args=[
             "bench", self.bundle, "--compare", "cublas"])
-        self.refuse(USAGE, '"nope"', args=[
-            "bench", self.bundle, "--allow-unqualified", "--entry", "nope"])
+        for more in ([], ["--max-capacity", "4"]):
+            nope = self.refuse(
+                USAGE, 'no entry "nope" for cpu-x86-64-v', "it has moe",
+                args=["bench", self.bundle, "--allow-unqualified", "--entry",
+                      "nope", *more])
+            self.assertNotIn("tokens", nope.err)
 
     def test_bench_compares_with_torch_or_says_why_not(self):
         args = ["--json", "bench", self.bundle, "--blocks", "2",
