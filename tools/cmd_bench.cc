@@ -160,17 +160,17 @@ class Bencher {
       }
     }
     if (!command_.entry.empty() && names.count(command_.entry) == 0) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "the bundle has no entry \"", command_.entry, "\" for ", target,
-          "; it has ", absl::StrJoin(names, ", ")));
+      return absl::InvalidArgumentError(
+          absl::StrCat("the bundle has no entry \"", command_.entry, "\" for ",
+                       target, "; it has ", absl::StrJoin(names, ", ")));
     }
-    return absl::InvalidArgumentError(absl::StrCat(
-        "--max-capacity is ", command_.max_capacity,
-        ", and the smallest capacity of the bundle",
-        command_.entry.empty()
-            ? ""
-            : absl::StrCat(" for entry \"", command_.entry, "\""),
-        " on ", target, " is ", least, " tokens"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("--max-capacity is ", command_.max_capacity,
+                     ", and the smallest capacity of the bundle",
+                     command_.entry.empty()
+                         ? ""
+                         : absl::StrCat(" for entry \"", command_.entry, "\""),
+                     " on ", target, " is ", least, " tokens"));
   }
 
   absl::Status Entry(uint32_t section, uint32_t entry,

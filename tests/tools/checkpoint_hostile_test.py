@@ -73,7 +73,7 @@ class HostileDescribeTest(HostileTest):
             handle.write("x")
         self.describe("Not a directory", folder=self.at("file"), codes=(2,))
         self.describe("names nothing", folder="", codes=(2,))
-        self.describe("File name too long", folder="x" * 300, codes=(1,))
+        self.describe("File name too long", folder="x" * 300)
 
     def test_a_folder_that_may_not_be_read(self):
         write_checkpoint(self.checkpoint)
@@ -104,7 +104,7 @@ class HostileDescribeTest(HostileTest):
         self.describe("config.json is not a regular file", codes=(2,))
         os.remove(path)
         os.symlink("config.json", path)
-        self.describe("Too many levels of symbolic links", codes=(4,))
+        self.describe("Too many levels of symbolic links")
 
     def test_values_of_another_type_or_size(self):
         write_checkpoint(self.checkpoint)
@@ -160,7 +160,7 @@ class HostileDescribeTest(HostileTest):
         self.write_index({"weight_map": {"t": "s"}})
         self.describe("No such file", codes=(2,))
         os.symlink("s", self.at("s"))
-        self.describe("Too many levels of symbolic links", codes=(4,))
+        self.describe("Too many levels of symbolic links")
         os.remove(self.at("s"))
         os.mkdir(self.at("s"))
         self.describe("is not a regular file", codes=(2,))

@@ -854,6 +854,40 @@ class UsageTest(CliTest):
 
 class MissingThingsTest(CliTest):
 
+    def test_links_in_a_circle_are_bad_input_everywhere(self):
+        loop = SCRATCH / "loop"
+        loop.symlink_to(loop)
+        plan = ["plan", SMALL, "--target", "cpu"]
+        for args in (["plan", loop, "--target", "cpu"],
+                     [*plan, "--package", loop], [*plan, "--keep-numerics", loop],
+                     ["--cc-cpu", loop, *plan],
+                     ["describe", loop], ["package", "check", loop],
+                     ["prepare", loop, "-o", SCRATCH / "out", "--layer", "0"],
+                     ["encode", loop, "-o", SCRATCH / "out"],
+                     ["verify", loop], ["inspect", loop], ["diff", loop, loop],
+                     ["bench", loop], ["sign", loop, "--key", "k"],
+                     ["run", loop, "--entry", "moe", "--tokens", "1"]):
+            with self.subTest(" ".join(map(str, args))):
+                self.refuse(USAGE, str(loop), args=args)
+        for args in (["cache", "stats"], ["prewarm", SMALL, "--target", "cpu"]):
+            self.refuse(USAGE, str(loop), args=args, cache="loop")
+        # So are names that no file can have.
+        self.refuse(USAGE, "x" * 80, args=["verify", "x" * 300])
+        self.refuse(USAGE, "x" * 300, args=["plan", "x" * 300, "--target", "cpu"])
+
+    def test_files_that_are_too_large_are_bad_input(self):
+        folder = SCRATCH / "large"
+        folder.mkdir()
+        for name in ("package.json", "config.json", "model.json"):
+            with open(folder / name, "wb") as out:
+                out.truncate(1 << 30)
+        for args in (["package", "check", folder], ["package", "pin", folder],
+                     ["describe", folder],
+                     ["plan", folder / "model.json", "--target", "cpu"],
+                     ["plan", SMALL, "--target", "cpu", "--package", folder]):
+            with self.subTest(" ".join(map(str, args))):
+                self.refuse(USAGE, "has 1073741824 bytes, at most", args=args)
+
     def test_missing_nvrtc_is_one_clear_error(self):
         file = SCRATCH / "no_nvrtc.kiln"
         for verb in (["plan"], ["prewarm"], ["prewarm", "--compile-only"],
