@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/time.h"
+#include "compiler/base/same_file.h"
 #include "compiler/base/status_macros.h"
 #include "tools/bundle_view.h"
 #include "tools/progress_bar.h"
@@ -203,6 +204,13 @@ absl::StatusOr<std::vector<Target>> ParseTargets(
   return targets;
 }
 
+void PrintNotesOnIdle(const PrewarmOptions& options,
+                      const ResolvedManifest& resolved) {
+  for (const std::string& note : NotesOnIdle(options.attached, resolved)) {
+    std::fprintf(stderr, "%s\n", note.c_str());
+  }
+}
+
 NvrtcProbeOptions MakeNvrtcOptions(const GlobalOptions& global) {
   NvrtcProbeOptions options;
   options.library = global.nvrtc;
@@ -211,6 +219,18 @@ NvrtcProbeOptions MakeNvrtcOptions(const GlobalOptions& global) {
     if (!home.empty()) options.folders.push_back(absl::StrCat(home, "/lib64"));
   }
   return options;
+}
+
+absl::Status CheckReplacesNone(absl::string_view what,
+                               const std::string& output,
+                               const std::vector<std::string>& inputs) {
+  for (const std::string& input : inputs) {
+    if (!IsSameFile(output, input)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("the ", what, " would replace ", input,
+                     ", which is read; name another file with -o"));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<PrewarmOptions> MakePrewarmOptions(

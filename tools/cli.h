@@ -280,9 +280,18 @@ absl::StatusOr<PlanCache> OpenCacheToRead(const GlobalOptions& global);
 absl::StatusOr<std::vector<Target>> ParseTargets(
     const std::vector<std::string>& texts);
 
+// Refuses an output that is one of the files that a verb reads. what: "bundle".
+absl::Status CheckReplacesNone(absl::string_view what,
+                               const std::string& output,
+                               const std::vector<std::string>& inputs);
+
 // Fills what plan, prewarm and freeze have in common.
 absl::StatusOr<PrewarmOptions> MakePrewarmOptions(
     const GlobalOptions& global, const PlanningOptions& planning);
+
+// Names packages without use (NotesOnIdle) on stderr.
+void PrintNotesOnIdle(const PrewarmOptions& options,
+                      const ResolvedManifest& resolved);
 
 // Where NVRTC is looked for: --nvrtc, $CUDA_HOME/lib64, the usual places.
 NvrtcProbeOptions MakeNvrtcOptions(const GlobalOptions& global);

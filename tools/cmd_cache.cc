@@ -54,6 +54,7 @@ absl::StatusOr<std::vector<ResolvedManifest>> ResolveManifests(
                      MakePrewarmOptions(global, planning));
     ASSIGN_OR_RETURN(ResolvedManifest resolved,
                      ResolveManifest(manifest, options, cache));
+    PrintNotesOnIdle(options, resolved);
     all.push_back(std::move(resolved));
   }
   return all;
@@ -333,6 +334,8 @@ absl::StatusOr<int> RunCacheGc(const GlobalOptions& global,
 absl::StatusOr<int> RunCacheExport(const GlobalOptions& global,
                                    const CacheExportCommand& command) {
   EndCleanlyWhenInterrupted(kUnfinishedIsRemoved);
+  RETURN_IF_ERROR(
+      CheckReplacesNone("export", command.output, command.manifests));
   ASSIGN_OR_RETURN(PlanCache cache, OpenCacheToRead(global));
   ASSIGN_OR_RETURN(
       const std::vector<ResolvedManifest> manifests,

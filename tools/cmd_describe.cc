@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -47,6 +49,22 @@ std::string NpkRequests(const std::vector<NpkLayerSummary>& layers) {
         "one for layers ", absl::StrJoin(numbers, ", "), " with ", request));
   }
   return absl::StrCat("several requests, ", absl::StrJoin(texts, "; "), ",");
+}
+
+// A file of the checkpoint is not replaced, unless it is a manifest that an
+// earlier call wrote there.
+absl::Status CheckOutput(const DescribeCommand& command) {
+  if (command.output.empty()) return absl::OkStatus();
+  std::vector<std::string> inputs;
+  std::error_code ignored;
+  for (const auto& entry :
+       std::filesystem::directory_iterator(command.checkpoint, ignored)) {
+    inputs.push_back(entry.path().string());
+  }
+  const absl::Status replaces =
+      CheckReplacesNone("manifest", command.output, inputs);
+  return replaces.ok() || ReadManifest(command.output).ok() ? absl::OkStatus()
+                                                            : replaces;
 }
 
 // Sidecars are made for a number of ranks, which --tp can only repeat.
@@ -119,6 +137,7 @@ absl::StatusOr<int> DescribeNpk(const GlobalOptions& global,
 
 absl::StatusOr<int> RunDescribe(const GlobalOptions& global,
                                 const DescribeCommand& command) {
+  RETURN_IF_ERROR(CheckOutput(command));
   if (HoldsNpkSidecars(command.checkpoint)) return DescribeNpk(global, command);
   ASSIGN_OR_RETURN(
       const Manifest manifest,

@@ -221,6 +221,7 @@ absl::StatusOr<int> RunExplain(const GlobalOptions& global,
   ASSIGN_OR_RETURN(PlanCache cache, OpenCacheToRead(global));
   ASSIGN_OR_RETURN(const ResolvedManifest resolved,
                    ResolveManifest(manifest, options, &cache));
+  PrintNotesOnIdle(options, resolved);
   std::set<std::string> names;
   uint32_t capacity = 0;
   std::vector<const ResolvedInterval*> matches;

@@ -171,6 +171,9 @@ def main():
         manifest, identity = read_suite(suite_file)
     except SuiteError as error:
         parser.error(f"--suite: {suite_file} {error}")
+    if (os.path.exists(arguments.output)
+            and os.path.samefile(arguments.output, suite_file)):
+        parser.error(f"-o: the receipt would replace {suite_file}")
     with tempfile.TemporaryDirectory() as folder:
         kiln = [arguments.kiln, "--json", "--cache",
                 os.path.join(folder, "cache")]

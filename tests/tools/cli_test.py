@@ -1430,6 +1430,24 @@ class CareTest(CliTest):
         self.assertIn("The cache has no measured plans.", page.read_text())
         self.assertFalse((SCRATCH / "never made").exists())
 
+    def test_no_output_replaces_what_is_read(self):
+        shutil.copytree(SCRATCH / "cache", SCRATCH / "inputs")
+        model = write("inputs.json", manifest())
+        index = SCRATCH / "inputs" / "index.db"
+        link = SCRATCH / "inputs.link"
+        link.symlink_to(index)
+        before = index.read_bytes()
+        for args in (["freeze", model, *CPU, "--allow-unqualified", "-o", index],
+                     ["freeze", model, *CPU, "--allow-unqualified", "-o", link],
+                     ["freeze", model, *CPU, "--allow-unqualified", "-o", model],
+                     ["report", "-o", index], ["report", "-o", link],
+                     ["cache", "export", model, *CPU, "-o", index],
+                     ["cache", "export", model, *CPU, "-o", model]):
+            with self.subTest(" ".join(map(str, args))):
+                self.refuse(USAGE, "replace", args=args, cache="inputs")
+        self.assertEqual(index.read_bytes(), before)
+        self.assertEqual(json.loads(model.read_text()), manifest())
+
     def test_report_refuses_bad_targets_and_folders(self):
         self.refuse(USAGE, "sm_9", args=[
             "report", "-o", SCRATCH / "r.html", "--target", "sm_9"])

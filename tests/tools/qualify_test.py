@@ -94,6 +94,13 @@ class QualifyTest(unittest.TestCase):
                 suite = self.write(f"{name}.json", value)
                 self.refuse(self.qualify(suite), 2, "--suite", str(suite),
                             *words)
+        self.receipt = self.write("same.json", {"requests": [request]})
+        done = self.qualify(self.receipt)
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertIn("would replace", done.stderr)
+        self.assertEqual(json.loads(self.receipt.read_text()),
+                         {"requests": [request]})
+        self.receipt = self.folder / "receipt.json"
         self.refuse(self.qualify(self.folder / "absent.json"), 2, "--suite",
                     "absent.json", "No such file")
         self.refuse(self.qualify(self.folder), 2, "--suite", "suite.v1.json",
