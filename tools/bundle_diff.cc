@@ -1,5 +1,6 @@
 #include "tools/bundle_diff.h"
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <utility>
@@ -164,7 +165,43 @@ class Differ {
   std::vector<BundleChange> changes_;
 };
 
+std::string TextOf(const Json& value) {
+  if (value.is_null()) return "-";
+  return value.is_string() ? value.get<std::string>() : value.dump();
+}
+
+// Bytes of a value that a table shows.
+constexpr size_t kShown = 60;
+
+// A text from `begin` on, as much of it as a table shows.
+std::string Window(const std::string& text, size_t begin) {
+  const std::string head = begin == 0 ? "" : "...";
+  if (head.size() + text.size() - begin <= kShown) {
+    return head + text.substr(begin);
+  }
+  return absl::StrCat(head, text.substr(begin, kShown - 3 - head.size()),
+                      "...");
+}
+
 }  // namespace
+
+std::pair<std::string, std::string> ShownChange(const BundleChange& change) {
+  const std::string a = TextOf(change.a);
+  const std::string b = TextOf(change.b);
+  const auto [x, y] = std::mismatch(a.begin(), a.end(), b.begin(), b.end());
+  const auto differs = static_cast<size_t>(x - a.begin());
+  // So much from the beginning shows a difference whole, and so much before one
+  // says what it is about.
+  constexpr size_t kFromBeginning = 30;
+  constexpr size_t kBefore = 24;
+  size_t begin = 0;
+  if (std::max(a.size(), b.size()) > kShown && differs > kFromBeginning) {
+    begin = differs - kBefore;
+    const size_t word = a.find_first_of(" ,;{[(", begin);
+    if (word < differs) begin = word + 1;
+  }
+  return {Window(a, begin), Window(b, begin)};
+}
 
 std::vector<BundleChange> DiffBundles(const BundleView& a,
                                       const BundleView& b) {

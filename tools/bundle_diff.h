@@ -5,6 +5,7 @@
 
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tools/bundle_view.h"
@@ -27,6 +28,10 @@ struct BundleChange {
 // name: an index that moved is no change. Bundles that show the same and still
 // have different roots are one "bytes_changed".
 std::vector<BundleChange> DiffBundles(const BundleView& a, const BundleView& b);
+
+// Both values of a change for a table, cut to the part that differs where they
+// are long: {"...limit 10 w4a8", "...limit 7 w4a8"}.
+std::pair<std::string, std::string> ShownChange(const BundleChange& change);
 
 }  // namespace kiln
 

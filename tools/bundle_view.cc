@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "compiler/base/check.h"
+#include "compiler/base/file_util.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/bundle_attributes.h"
 #include "tuner/loaded_plan.h"
@@ -38,8 +39,10 @@ absl::StatusOr<BundleView> BundleView::Open(const std::string& path,
     const std::string message =
         absl::StrCat(error.message, " (", kiln_status_name(status), ")");
     // Without a number of the system's it is no file, as ReadFile has it.
-    return error.driver_code == 0 ? absl::InvalidArgumentError(message)
-                                  : absl::UnavailableError(message);
+    return error.driver_code == 0
+               ? absl::InvalidArgumentError(message)
+               : absl::Status(ErrnoStatus(error.driver_code, "", "").code(),
+                              message);
   }
   RETURN_IF_ERROR(RuntimeStatus(status, error));
   return BundleView(bundle);

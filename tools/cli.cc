@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/time.h"
+#include "compiler/base/same_file.h"
 #include "compiler/base/status_macros.h"
 #include "tools/bundle_view.h"
 #include "tools/progress_bar.h"
@@ -165,8 +166,18 @@ std::string CacheDirectory(const GlobalOptions& global) {
   return home.empty() ? "" : absl::StrCat(home, "/.cache/kiln");
 }
 
+bool CacheExists(const GlobalOptions& global) {
+  std::error_code ignored;
+  return std::filesystem::exists(
+      std::filesystem::path(CacheDirectory(global)) / kCacheFileName, ignored);
+}
+
 absl::StatusOr<PlanCache> OpenCache(const GlobalOptions& global) {
   return OpenCacheAs(global, false);
+}
+
+absl::StatusOr<PlanCache> OpenExistingCache(const GlobalOptions& global) {
+  return OpenCacheAs(global, !CacheExists(global));
 }
 
 absl::StatusOr<PlanCache> OpenCacheToRead(const GlobalOptions& global) {
@@ -193,6 +204,13 @@ absl::StatusOr<std::vector<Target>> ParseTargets(
   return targets;
 }
 
+void PrintNotesOnIdle(const PrewarmOptions& options,
+                      const ResolvedManifest& resolved) {
+  for (const std::string& note : NotesOnIdle(options.attached, resolved)) {
+    std::fprintf(stderr, "%s\n", note.c_str());
+  }
+}
+
 NvrtcProbeOptions MakeNvrtcOptions(const GlobalOptions& global) {
   NvrtcProbeOptions options;
   options.library = global.nvrtc;
@@ -203,15 +221,23 @@ NvrtcProbeOptions MakeNvrtcOptions(const GlobalOptions& global) {
   return options;
 }
 
+absl::Status CheckReplacesNone(absl::string_view what,
+                               const std::string& output,
+                               const std::vector<std::string>& inputs) {
+  for (const std::string& input : inputs) {
+    if (!IsSameFile(output, input)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("the ", what, " would replace ", input,
+                     ", which is read; name another file with -o"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<PrewarmOptions> MakePrewarmOptions(
     const GlobalOptions& global, const PlanningOptions& planning) {
   PrewarmOptions options;
   ASSIGN_OR_RETURN(options.targets, ParseTargets(planning.targets));
   options.capacity_max = planning.max_capacity;
-  if (planning.max_arena == 0 || planning.max_arena > kArenaBytesMax) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--max-arena must be 1 to ", kArenaBytesMax, " bytes"));
-  }
   options.arena_bytes_max = planning.max_arena;
   options.candidates_max =
       planning.exhaustive ? kAllCandidates : planning.max_candidates;

@@ -116,8 +116,8 @@ struct CacheMergeCommand {
 
 struct DescribeCommand {
   std::string checkpoint;
-  std::string output;  // empty = stdout
-  int64_t tensor_parallel = 1;
+  std::string output;                      // empty = stdout
+  std::optional<int64_t> tensor_parallel;  // ranks; absent: 1
 };
 
 struct PrepareCommand {
@@ -266,7 +266,12 @@ int ExitCodeOf(const absl::Status& status);
 // --cache, else $KILN_CACHE, else $XDG_CACHE_HOME/kiln, else ~/.cache/kiln;
 // empty where none of them is set.
 std::string CacheDirectory(const GlobalOptions& global);
+// Whether there is a cache, so that none is made where a folder was mistyped.
+bool CacheExists(const GlobalOptions& global);
 absl::StatusOr<PlanCache> OpenCache(const GlobalOptions& global);
+// For verbs that store nothing of their own, but note what is used: where there
+// is no cache, none is made, and it reads as empty.
+absl::StatusOr<PlanCache> OpenExistingCache(const GlobalOptions& global);
 // For verbs that only look: read-only, unless --cache-mode is off.
 absl::StatusOr<PlanCache> OpenCacheToRead(const GlobalOptions& global);
 
@@ -275,9 +280,18 @@ absl::StatusOr<PlanCache> OpenCacheToRead(const GlobalOptions& global);
 absl::StatusOr<std::vector<Target>> ParseTargets(
     const std::vector<std::string>& texts);
 
+// Refuses an output that is one of the files that a verb reads. what: "bundle".
+absl::Status CheckReplacesNone(absl::string_view what,
+                               const std::string& output,
+                               const std::vector<std::string>& inputs);
+
 // Fills what plan, prewarm and freeze have in common.
 absl::StatusOr<PrewarmOptions> MakePrewarmOptions(
     const GlobalOptions& global, const PlanningOptions& planning);
+
+// Names packages without use (NotesOnIdle) on stderr.
+void PrintNotesOnIdle(const PrewarmOptions& options,
+                      const ResolvedManifest& resolved);
 
 // Where NVRTC is looked for: --nvrtc, $CUDA_HOME/lib64, the usual places.
 NvrtcProbeOptions MakeNvrtcOptions(const GlobalOptions& global);

@@ -7,9 +7,11 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "compiler/base/status_macros.h"
 #include "tools/bundle_device.h"
 #include "tools/bundle_view.h"
@@ -135,13 +137,7 @@ class Bencher {
       }
     }
     if (!rows_.empty()) return absl::OkStatus();
-    return absl::InvalidArgumentError(
-        absl::StrCat("the bundle has no plan",
-                     command_.entry.empty()
-                         ? ""
-                         : absl::StrCat(" of entry \"", command_.entry, "\""),
-                     " for ", target, " and at most ", command_.max_capacity,
-                     " tokens; see kiln inspect"));
+    return WhyNothing(target);
   }
 
   const std::vector<Row>& rows() const { return rows_; }
@@ -149,6 +145,34 @@ class Bencher {
   const std::string& rival() const { return rival_; }
 
  private:
+  absl::Status WhyNothing(const std::string& target) const {
+    std::set<std::string> names;
+    uint32_t least = UINT32_MAX;
+    for (uint32_t s = 0; s < bundle_.info().section_count; ++s) {
+      if (bundle_.Section(s).target != target) continue;
+      for (uint32_t e = 0; e < bundle_.Section(s).entry_count; ++e) {
+        const std::string name = bundle_.Entry(s, e).name;
+        names.insert(name);
+        if (!command_.entry.empty() && name != command_.entry) continue;
+        for (uint32_t p = 0; p < bundle_.Entry(s, e).plan_count; ++p) {
+          least = std::min(least, bundle_.Plan(s, e, p).m_max);
+        }
+      }
+    }
+    if (!command_.entry.empty() && names.count(command_.entry) == 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("the bundle has no entry \"", command_.entry, "\" for ",
+                       target, "; it has ", absl::StrJoin(names, ", ")));
+    }
+    return absl::InvalidArgumentError(
+        absl::StrCat("--max-capacity is ", command_.max_capacity,
+                     ", and the smallest capacity of the bundle",
+                     command_.entry.empty()
+                         ? ""
+                         : absl::StrCat(" for entry \"", command_.entry, "\""),
+                     " on ", target, " is ", least, " tokens"));
+  }
+
   absl::Status Entry(uint32_t section, uint32_t entry,
                      const std::string& name) {
     uint32_t flags = 0;

@@ -2,7 +2,6 @@
 
 #include <cstdio>
 #include <filesystem>
-#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -13,6 +12,8 @@
 #include "tools/bundle_view.h"
 #include "tools/cli.h"
 #include "tools/interrupt.h"
+#include "tuner/explain.h"
+#include "tuner/stored_plans.h"
 
 namespace kiln {
 namespace {
@@ -41,23 +42,52 @@ void PrintFindings(const char* head,
   }
 }
 
-// Keys of the plans that manifests ask for on this machine.
-absl::StatusOr<std::vector<Digest>> PlanKeysOf(
+// What manifests ask for on this machine.
+absl::StatusOr<std::vector<ResolvedManifest>> ResolveManifests(
     const GlobalOptions& global, const std::vector<std::string>& manifests,
     PlanningOptions planning, PlanCache* cache) {
-  std::vector<Digest> keys;
+  std::vector<ResolvedManifest> all;
   for (const std::string& path : manifests) {
     planning.manifest = path;
     ASSIGN_OR_RETURN(const Manifest manifest, ReadManifest(path));
     ASSIGN_OR_RETURN(const PrewarmOptions options,
                      MakePrewarmOptions(global, planning));
-    ASSIGN_OR_RETURN(const ResolvedManifest resolved,
+    ASSIGN_OR_RETURN(ResolvedManifest resolved,
                      ResolveManifest(manifest, options, cache));
-    for (const ResolvedInterval& interval : resolved.intervals) {
+    PrintNotesOnIdle(options, resolved);
+    all.push_back(std::move(resolved));
+  }
+  return all;
+}
+
+// Keys of their plans, in order.
+std::vector<Digest> PlanKeysOf(const std::vector<ResolvedManifest>& manifests) {
+  std::vector<Digest> keys;
+  for (const ResolvedManifest& manifest : manifests) {
+    for (const ResolvedInterval& interval : manifest.intervals) {
       keys.push_back(interval.key.digest);
     }
   }
   return keys;
+}
+
+// "moe m 3..4 on sm_90a: run kiln prewarm ..." of the first without a plan;
+// `plans` in the order of PlanKeysOf.
+absl::StatusOr<std::string> FirstMissing(
+    const std::vector<ResolvedManifest>& manifests,
+    const std::vector<std::optional<StoredPlan>>& plans, PlanCache* cache) {
+  auto plan = plans.begin();
+  for (const ResolvedManifest& manifest : manifests) {
+    for (const ResolvedInterval& interval : manifest.intervals) {
+      if ((plan++)->has_value()) continue;
+      ASSIGN_OR_RETURN(const MissingPlan missing,
+                       ExplainMissing(interval, cache));
+      return absl::StrCat(
+          IntervalName(interval, manifest.contexts[interval.context].target),
+          ": ", missing.Advice());
+    }
+  }
+  return std::string();
 }
 
 absl::StatusOr<std::vector<Digest>> ProgramsOfBundles(
@@ -142,14 +172,6 @@ absl::StatusOr<PlanCache> OpenFor(const GlobalOptions& global, bool dry_run) {
   return dry_run ? OpenCacheToRead(global) : OpenCache(global);
 }
 
-// Whether there is anything to check or to remove. Where a folder was mistyped
-// no empty cache is made.
-bool CacheExists(const GlobalOptions& global) {
-  std::error_code ignored;
-  return std::filesystem::exists(
-      std::filesystem::path(CacheDirectory(global)) / kCacheFileName, ignored);
-}
-
 const char* NameOf(const std::string& path) {
   return path.empty() ? "a cache without a file" : path.c_str();
 }
@@ -210,7 +232,7 @@ absl::StatusOr<int> RunCacheStats(const GlobalOptions& global) {
 absl::StatusOr<int> RunCacheCheck(const GlobalOptions& global,
                                   const CacheCheckCommand& command) {
   const bool exists = CacheExists(global);
-  ASSIGN_OR_RETURN(PlanCache cache, OpenFor(global, !exists));
+  ASSIGN_OR_RETURN(PlanCache cache, OpenExistingCache(global));
   ASSIGN_OR_RETURN(std::vector<CacheFinding> findings, cache.Check());
   Json out;
   out["path"] = cache.path();
@@ -244,15 +266,12 @@ absl::StatusOr<int> RunCacheGc(const GlobalOptions& global,
   GcOptions options;
   options.dry_run = command.dry_run || !CacheExists(global);
   ASSIGN_OR_RETURN(PlanCache cache, OpenFor(global, options.dry_run));
-  ASSIGN_OR_RETURN(options.root_plans, PlanKeysOf(global, command.manifests,
-                                                  command.planning, &cache));
+  ASSIGN_OR_RETURN(
+      const std::vector<ResolvedManifest> manifests,
+      ResolveManifests(global, command.manifests, command.planning, &cache));
+  options.root_plans = PlanKeysOf(manifests);
   ASSIGN_OR_RETURN(options.root_programs, ProgramsOfBundles(command.bundles));
   if (command.bytes_max.has_value()) {
-    // CLI11 reads "-1" as the largest number.
-    if (*command.bytes_max > std::numeric_limits<int64_t>::max()) {
-      return absl::InvalidArgumentError(
-          "--max-bytes is negative or too large; it must be within 0..2^63-1");
-    }
     options.bytes_max = static_cast<int64_t>(*command.bytes_max);
   }
   if (command.days_max.has_value()) {
@@ -315,10 +334,13 @@ absl::StatusOr<int> RunCacheGc(const GlobalOptions& global,
 absl::StatusOr<int> RunCacheExport(const GlobalOptions& global,
                                    const CacheExportCommand& command) {
   EndCleanlyWhenInterrupted(kUnfinishedIsRemoved);
+  RETURN_IF_ERROR(
+      CheckReplacesNone("export", command.output, command.manifests));
   ASSIGN_OR_RETURN(PlanCache cache, OpenCacheToRead(global));
   ASSIGN_OR_RETURN(
-      const std::vector<Digest> keys,
-      PlanKeysOf(global, command.manifests, command.planning, &cache));
+      const std::vector<ResolvedManifest> manifests,
+      ResolveManifests(global, command.manifests, command.planning, &cache));
+  const std::vector<Digest> keys = PlanKeysOf(manifests);
   ASSIGN_OR_RETURN(const std::vector<std::optional<StoredPlan>> plans,
                    cache.FindPlans(keys));
   size_t missing = 0;
@@ -326,11 +348,13 @@ absl::StatusOr<int> RunCacheExport(const GlobalOptions& global,
     missing += plan.has_value() ? 0 : 1;
   }
   if (missing > 0) {
+    ASSIGN_OR_RETURN(const std::string first,
+                     FirstMissing(manifests, plans, &cache));
     PrintWarnings(&cache);
     std::fprintf(stderr,
-                 "kiln: %zu of %zu intervals have no plan in %s; run kiln "
-                 "prewarm with the same manifest, target and limits first\n",
-                 missing, keys.size(), cache.path().c_str());
+                 "kiln: %zu of %zu intervals have no plan in %s, the first is "
+                 "%s\n",
+                 missing, keys.size(), NameOf(cache.path()), first.c_str());
     return kExitIncomplete;
   }
   ASSIGN_OR_RETURN(const ExportReport report,

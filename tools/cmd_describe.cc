@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -49,12 +51,53 @@ std::string NpkRequests(const std::vector<NpkLayerSummary>& layers) {
   return absl::StrCat("several requests, ", absl::StrJoin(texts, "; "), ",");
 }
 
+// A file of the checkpoint is not replaced, unless it is a manifest that an
+// earlier call wrote there.
+absl::Status CheckOutput(const DescribeCommand& command) {
+  if (command.output.empty()) return absl::OkStatus();
+  std::vector<std::string> inputs;
+  std::error_code ignored;
+  for (const auto& entry :
+       std::filesystem::directory_iterator(command.checkpoint, ignored)) {
+    inputs.push_back(entry.path().string());
+  }
+  const absl::Status replaces =
+      CheckReplacesNone("manifest", command.output, inputs);
+  return replaces.ok() || ReadManifest(command.output).ok() ? absl::OkStatus()
+                                                            : replaces;
+}
+
+// Sidecars are made for a number of ranks, which --tp can only repeat.
+absl::Status CheckRanks(const DescribeCommand& command,
+                        const std::vector<NpkLayerSummary>& layers) {
+  if (!command.tensor_parallel.has_value()) return absl::OkStatus();
+  for (const NpkLayerSummary& layer : layers) {
+    const NpkMetadata& m = layer.metadata;
+    if (m.world_size == *command.tensor_parallel) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        command.checkpoint, ": --tp is ", *command.tensor_parallel,
+        ", and the sidecars of layer ", m.layer, " are for ", m.world_size,
+        m.world_size == 1 ? " rank" : " ranks",
+        "; leave --tp out, or make them for others with kiln encode --format "
+        "npk1 --tp"));
+  }
+  return absl::OkStatus();
+}
+
 // Sidecars do not say all that a request needs: without -o, a table of them.
 absl::StatusOr<int> DescribeNpk(const GlobalOptions& global,
                                 const DescribeCommand& command) {
   ASSIGN_OR_RETURN(const std::vector<NpkLayerSummary> layers,
                    DescribeNpkFolder(command.checkpoint));
+  RETURN_IF_ERROR(CheckRanks(command, layers));
   if (!command.output.empty()) {
+    for (const NpkLayerSummary& layer : layers) {
+      const absl::Status read = NpkPreparedTensors(layer.metadata).status();
+      if (read.ok()) continue;
+      return absl::FailedPreconditionError(absl::StrCat(
+          command.checkpoint, ": no request is for the sidecars of layer ",
+          layer.metadata.layer, ": ", read.message()));
+    }
     return absl::FailedPreconditionError(absl::StrCat(
         command.checkpoint,
         ": holds NPK-1 sidecars, which name neither top_k, nor the types of x "
@@ -94,11 +137,13 @@ absl::StatusOr<int> DescribeNpk(const GlobalOptions& global,
 
 absl::StatusOr<int> RunDescribe(const GlobalOptions& global,
                                 const DescribeCommand& command) {
+  RETURN_IF_ERROR(CheckOutput(command));
   if (HoldsNpkSidecars(command.checkpoint)) return DescribeNpk(global, command);
   ASSIGN_OR_RETURN(
       const Manifest manifest,
-      DescribeCheckpoint(command.checkpoint,
-                         {.tensor_parallel = command.tensor_parallel}));
+      DescribeCheckpoint(
+          command.checkpoint,
+          {.tensor_parallel = command.tensor_parallel.value_or(1)}));
   const std::string json = ManifestToJson(manifest);
   if (command.output.empty()) {
     std::printf("%s", json.c_str());

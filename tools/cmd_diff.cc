@@ -17,25 +17,16 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::string Shown(const Json& value) {
-  if (value.is_null()) return "-";
-  std::string text =
-      value.is_string() ? value.get<std::string>() : value.dump();
-  constexpr size_t kShown = 60;
-  if (text.size() > kShown) text = text.substr(0, kShown - 3) + "...";
-  return text;
-}
-
 void Print(const std::vector<BundleChange>& changes) {
   std::vector<std::vector<std::string>> rows = {
       {"change", "target", "entry", "m", "field", "from", "to"}};
   for (const BundleChange& change : changes) {
     const auto cell = [](const std::string& text) {
-      return text.empty() ? std::string("-") : Shown(text);
+      return text.empty() ? std::string("-") : text;
     };
+    const auto [from, to] = ShownChange(change);
     rows.push_back({change.kind, change.target, cell(change.entry),
-                    cell(change.interval), cell(change.field), Shown(change.a),
-                    Shown(change.b)});
+                    cell(change.interval), cell(change.field), from, to});
   }
   std::printf("%s", FormatTable(rows).c_str());
 }

@@ -122,11 +122,11 @@ struct Measured {
   DeviceProfile profile;
   std::optional<Ceilings> before;
   Ceilings now;
-  bool kept = false;  // the stored ones hold
+  bool kept = false;    // the stored ones hold
+  bool stored = false;  // `now` is in the cache
 };
 
-// Measurements that differ by less say the same: keys of plans must not move
-// with noise.
+// Measurements that differ by less say the same.
 constexpr double kCeilingTolerance = 0.1;
 
 bool AreClose(const std::map<TrellisRate, double>& a,
@@ -161,6 +161,25 @@ absl::StatusOr<std::vector<Target>> TargetsToMeasure(
   return targets;
 }
 
+absl::StatusOr<std::unique_ptr<Device>> OpenDevice(const Target& target,
+                                                   int ordinal) {
+  return target.backend == Backend::kCpu ? OpenCpuDevice(target)
+                                         : OpenCudaDevice(ordinal, target);
+}
+
+// Whether there are devices and compilers, without a cache of its own.
+absl::Status CheckMeasurable(const GlobalOptions& global,
+                             const DoctorCommand& command,
+                             const std::vector<Target>& targets,
+                             const PrewarmOptions& options) {
+  ASSIGN_OR_RETURN(PlanCache cache, OpenCacheToRead(global));
+  for (const Target& target : targets) {
+    RETURN_IF_ERROR(ResolveTarget(target, options, &cache).status());
+    RETURN_IF_ERROR(OpenDevice(target, command.device).status());
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::vector<Measured>> MeasureDevices(
     const GlobalOptions& global, const DoctorCommand& command) {
   ASSIGN_OR_RETURN(const std::vector<Target> targets,
@@ -171,17 +190,17 @@ absl::StatusOr<std::vector<Measured>> MeasureDevices(
   planning.devices = {command.device};
   ASSIGN_OR_RETURN(const PrewarmOptions options,
                    MakePrewarmOptions(global, planning));
+  // Before there is a cache: what cannot be measured changes nothing.
+  if (!CacheExists(global)) {
+    RETURN_IF_ERROR(CheckMeasurable(global, command, targets, options));
+  }
   ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
   std::vector<Measured> all;
   for (const Target& target : targets) {
     ASSIGN_OR_RETURN(const TargetContext context,
                      ResolveTarget(target, options, &cache));
-    std::unique_ptr<Device> device;
-    if (target.backend == Backend::kCpu) {
-      ASSIGN_OR_RETURN(device, OpenCpuDevice(target));
-    } else {
-      ASSIGN_OR_RETURN(device, OpenCudaDevice(command.device, target));
-    }
+    ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
+                     OpenDevice(target, command.device));
     MeasureOptions measure;
     measure.jobs = command.jobs > 0 ? command.jobs : WorkerCountMax();
     measure.progress = [&](const std::string& line) {
@@ -193,9 +212,13 @@ absl::StatusOr<std::vector<Measured>> MeasureDevices(
     ASSIGN_OR_RETURN(measured.now,
                      MeasureCeilings(device.get(), context.setup, measure));
     measured.now.measured_unix = absl::ToUnixSeconds(absl::Now());
+    if (measured.before.has_value()) {
+      measured.now.KeepBalanceOf(*measured.before);
+    }
     measured.kept =
         measured.before.has_value() && AreClose(*measured.before, measured.now);
-    if (!measured.kept) {
+    measured.stored = !measured.kept && cache.mode() == CacheMode::kReadWrite;
+    if (measured.stored) {
       RETURN_IF_ERROR(cache.PutMemo(CeilingsKey(measured.profile),
                                     CeilingsToJson(measured.now)));
     }
@@ -204,13 +227,37 @@ absl::StatusOr<std::vector<Measured>> MeasureDevices(
   return all;
 }
 
+std::string BalanceBefore(const Measured& measured) {
+  return measured.before.value_or(Ceilings()).Balance();
+}
+
 Json ToJson(const Measured& measured) {
-  const Ceilings& kept = measured.kept ? *measured.before : measured.now;
+  const Ceilings& holds = measured.kept ? *measured.before : measured.now;
   return {{"target", measured.profile.target.ToString()},
           {"device", measured.profile.name},
-          {"stored", !measured.kept},
-          {"balance", kept.Balance()},
+          {"stored", measured.stored},
+          {"balance", holds.Balance()},
+          {"balance_before", BalanceBefore(measured)},
           {"measured", Json::parse(CeilingsToJson(measured.now))}};
+}
+
+// What the keys of plans hold now, and what that means for those of before.
+std::string BalanceLine(const Measured& measured) {
+  const std::string before = BalanceBefore(measured);
+  const std::string now = measured.now.Balance();
+  if (measured.kept) return "within 10 % of what is stored, which stays";
+  if (!measured.stored) return "not stored: --cache-mode does not allow it";
+  if (before == now) {
+    return "stored; the balance that plans go by is as before, so that they "
+           "still answer";
+  }
+  return absl::StrCat(
+      before.empty() ? "stored, the first of this device, with the balance \""
+                     : absl::StrCat("stored; the balance moved from \"", before,
+                                    "\" to \""),
+      now,
+      "\": plans that were made before no longer answer, but for those of "
+      "--exhaustive; kiln prewarm makes them anew");
 }
 
 void Print(const Measured& measured) {
@@ -229,10 +276,7 @@ void Print(const Measured& measured) {
   };
   rates("decode", now.decode_weights_per_s);
   rates("hash  ", now.hash_weights_per_s);
-  std::printf("  %s\n",
-              measured.kept
-                  ? "within 10 % of what is stored, which stays"
-                  : "stored; plans whose balance moved will be raced again");
+  std::printf("  %s\n", BalanceLine(measured).c_str());
 }
 
 }  // namespace

@@ -53,7 +53,6 @@ absl::StatusOr<Codebook> ParseCodebook(const std::string& text) {
 
 // What only the other format has must not be passed over in silence.
 absl::Status CheckOptionsOfFormat(const EncodeCommand& command) {
-  const EncodeCommand defaults;
   const auto check = [&](absl::string_view option, absl::string_view format,
                          bool given) -> absl::Status {
     if (!given || command.format == format) return absl::OkStatus();
@@ -61,13 +60,10 @@ absl::Status CheckOptionsOfFormat(const EncodeCommand& command) {
         absl::StrCat(option, " is an option of --format ", format,
                      ", and the format is ", command.format));
   };
-  RETURN_IF_ERROR(
-      check("--codebook", "exl3", command.codebook != defaults.codebook));
-  RETURN_IF_ERROR(check("--tp", "npk1",
-                        command.tensor_parallel != defaults.tensor_parallel));
-  RETURN_IF_ERROR(
-      check("--boundary", "npk1", command.boundary != defaults.boundary));
-  return check("--limit", "npk1", command.limit != defaults.limit);
+  RETURN_IF_ERROR(check("--codebook", "exl3", command.codebook.has_value()));
+  RETURN_IF_ERROR(check("--tp", "npk1", command.tensor_parallel.has_value()));
+  RETURN_IF_ERROR(check("--boundary", "npk1", command.boundary.has_value()));
+  return check("--limit", "npk1", command.limit.has_value());
 }
 
 // Tiles on stderr: a bar that redraws itself on a terminal, else a line for
@@ -115,7 +111,8 @@ absl::StatusOr<int> RunEncode(const GlobalOptions& global,
     RETURN_IF_ERROR(CheckOptionsOfFormat(command));
     EncodeOptions options;
     ASSIGN_OR_RETURN(options.bits, ParseBits(command.bits));
-    ASSIGN_OR_RETURN(options.codebook, ParseCodebook(command.codebook));
+    ASSIGN_OR_RETURN(options.codebook,
+                     ParseCodebook(command.codebook.value_or("mcg")));
     options.seed = command.seed;
     options.threads = threads;
     options.progress = progress;
@@ -130,15 +127,15 @@ absl::StatusOr<int> RunEncode(const GlobalOptions& global,
           absl::StrCat("--bits is \"", command.bits,
                        "\", must be a number within 2..5 for npk1"));
     }
-    if (command.boundary != "coupled" && command.boundary != "identity") {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--boundary is \"", command.boundary,
-                       "\", must be coupled or identity"));
+    const std::string boundary = command.boundary.value_or("coupled");
+    if (boundary != "coupled" && boundary != "identity") {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "--boundary is \"", boundary, "\", must be coupled or identity"));
     }
-    options.boundary = command.boundary == "coupled" ? NpkBoundary::kCoupled
-                                                     : NpkBoundary::kIdentity;
-    options.ranks = command.tensor_parallel;
-    options.limit = command.limit;
+    options.boundary =
+        boundary == "coupled" ? NpkBoundary::kCoupled : NpkBoundary::kIdentity;
+    options.ranks = command.tensor_parallel.value_or(1);
+    options.limit = command.limit.value_or("inf");
     options.seed = command.seed;
     options.threads = threads;
     options.progress = progress;

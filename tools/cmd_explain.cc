@@ -144,42 +144,68 @@ void PrintHit(const StoredPlan& stored,
   if (rows.size() > 1) std::printf("%s", FormatTable(rows).c_str());
 }
 
-Json MissJson(const std::optional<NearestPlan>& nearest) {
+Json MissJson(const MissingPlan& missing) {
   Json out;
   out["state"] = "none";
-  if (!nearest.has_value()) {
+  out["advice"] = missing.Advice();
+  out["competing"] = missing.candidates;
+  out["rejected"] = Json::array();
+  for (const RejectedCandidate& rejected : missing.rejected) {
+    out["rejected"].push_back(
+        {{"label", rejected.label},
+         {"stage", std::string(RejectStageName(rejected.stage))},
+         {"reason", rejected.reason}});
+  }
+  if (!missing.nearest.has_value()) {
     out["nearest"] = nullptr;
     return out;
   }
+  const NearestPlan& nearest = *missing.nearest;
   Json differences = Json::array();
-  for (const FieldDifference& field : nearest->differences) {
+  for (const FieldDifference& field : nearest.differences) {
     differences.push_back(
         {{"field", field.path},
          {"stored", field.stored.has_value() ? Json(*field.stored) : Json()},
          {"wanted", field.wanted.has_value() ? Json(*field.wanted) : Json()}});
   }
-  out["nearest"] = {{"plan_key", nearest->stored.key.digest.ToHex()},
-                    {"winner", nearest->stored.plan.body.Label()},
-                    {"provenance", ToJson(nearest->stored.provenance)},
+  out["nearest"] = {{"plan_key", nearest.stored.key.digest.ToHex()},
+                    {"winner", nearest.stored.plan.body.Label()},
+                    {"provenance", ToJson(nearest.stored.provenance)},
                     {"differences", std::move(differences)}};
   return out;
 }
 
-void PrintMiss(const std::optional<NearestPlan>& nearest) {
-  if (!nearest.has_value()) {
-    std::printf(
-        "no plan is stored, not even for another key; run kiln "
-        "prewarm\n");
+void PrintMiss(const MissingPlan& missing) {
+  std::printf("no plan is stored under this key; %s\n",
+              missing.Advice().c_str());
+  if (!missing.rejected.empty()) {
+    std::vector<std::vector<std::string>> rows = {
+        {"rejected candidate", "stage", "reason"}};
+    for (const RejectedCandidate& rejected : missing.rejected) {
+      rows.push_back({rejected.label,
+                      std::string(RejectStageName(rejected.stage)),
+                      rejected.reason});
+    }
+    std::printf("%zu of %zu candidates were rejected\n%s",
+                missing.rejected.size(), missing.candidates,
+                FormatTable(rows).c_str());
+  }
+  if (!missing.nearest.has_value()) {
+    std::printf("the cache has no plan for another key either\n");
     return;
   }
-  std::printf("no plan is stored under this key; the nearest is %s\n",
-              nearest->stored.key.digest.ToHex().c_str());
-  std::printf("made     %s\n", Origin(nearest->stored.provenance).c_str());
+  const NearestPlan& nearest = *missing.nearest;
+  std::printf("nearest  %s\nmade     %s\n",
+              nearest.stored.key.digest.ToHex().c_str(),
+              Origin(nearest.stored.provenance).c_str());
   std::vector<std::vector<std::string>> rows = {
       {"field that differs", "stored", "wanted here"}};
-  for (const FieldDifference& field : nearest->differences) {
-    rows.push_back({field.path, field.stored.value_or("(absent)"),
-                    field.wanted.value_or("(absent)")});
+  const auto shown = [](const std::optional<std::string>& value) {
+    if (!value.has_value()) return std::string("(absent)");
+    return value->empty() ? std::string("(empty)") : *value;
+  };
+  for (const FieldDifference& field : nearest.differences) {
+    rows.push_back({field.path, shown(field.stored), shown(field.wanted)});
   }
   std::printf("%s", FormatTable(rows).c_str());
 }
@@ -195,6 +221,7 @@ absl::StatusOr<int> RunExplain(const GlobalOptions& global,
   ASSIGN_OR_RETURN(PlanCache cache, OpenCacheToRead(global));
   ASSIGN_OR_RETURN(const ResolvedManifest resolved,
                    ResolveManifest(manifest, options, &cache));
+  PrintNotesOnIdle(options, resolved);
   std::set<std::string> names;
   uint32_t capacity = 0;
   std::vector<const ResolvedInterval*> matches;
@@ -247,10 +274,10 @@ absl::StatusOr<int> RunExplain(const GlobalOptions& global,
       if (!global.json) PrintHit(*stored, measurements);
     } else {
       all = false;
-      ASSIGN_OR_RETURN(const std::optional<NearestPlan> nearest,
-                       FindNearestPlan(interval->key, &cache));
-      entry.update(MissJson(nearest));
-      if (!global.json) PrintMiss(nearest);
+      ASSIGN_OR_RETURN(const MissingPlan missing,
+                       ExplainMissing(*interval, &cache));
+      entry.update(MissJson(missing));
+      if (!global.json) PrintMiss(missing);
     }
     out.push_back(std::move(entry));
   }

@@ -5,7 +5,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "compiler/base/file_util.h"
-#include "compiler/base/same_file.h"
 #include "compiler/base/status_macros.h"
 #include "tools/cli.h"
 #include "tools/interrupt.h"
@@ -18,16 +17,18 @@ absl::StatusOr<int> RunFreeze(const GlobalOptions& global,
   EndCleanlyWhenInterrupted(kUnfinishedIsRemoved);
   ASSIGN_OR_RETURN(const Manifest manifest,
                    ReadManifest(command.planning.manifest));
-  if (IsSameFile(command.output, command.planning.manifest)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the bundle would replace the manifest ",
-                     command.planning.manifest, "; name another file with -o"));
-  }
+  RETURN_IF_ERROR(CheckReplacesNone(
+      "bundle", command.output,
+      {command.planning.manifest,
+       absl::StrCat(CacheDirectory(global), "/", kCacheFileName)}));
   ASSIGN_OR_RETURN(const PrewarmOptions options,
                    MakePrewarmOptions(global, command.planning));
-  // Before there is a cache: what cannot be served changes nothing.
-  RETURN_IF_ERROR(CheckOpsServed(manifest, options.targets, options.attached));
-  ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
+  ASSIGN_OR_RETURN(PlanCache cache, OpenExistingCache(global));
+  if (!options.attached.empty()) {
+    ASSIGN_OR_RETURN(const ResolvedManifest resolved,
+                     ResolveManifest(manifest, options, &cache));
+    PrintNotesOnIdle(options, resolved);
+  }
   FreezePolicy policy;
   policy.allow_predicted = command.allow_predicted;
   policy.allow_unqualified = command.allow_unqualified;

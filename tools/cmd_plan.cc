@@ -104,10 +104,7 @@ absl::StatusOr<int> RunPlan(const GlobalOptions& global,
   ASSIGN_OR_RETURN(PlanCache cache, OpenCacheToRead(global));
   ASSIGN_OR_RETURN(const ResolvedManifest resolved_manifest,
                    ResolveManifest(manifest, options, &cache));
-  for (const std::string& note :
-       NotesOnIdle(options.attached, resolved_manifest)) {
-    std::fprintf(stderr, "%s\n", note.c_str());
-  }
+  PrintNotesOnIdle(options, resolved_manifest);
   Json out;
   out["model"] = manifest.name;
   out["intervals"] = Json::array();

@@ -204,7 +204,10 @@ absl::StatusOr<int> RunPrewarm(const GlobalOptions& global,
     RETURN_IF_ERROR(ParseShard(command.shard, &options));
   }
   // Before there is a cache: what cannot be served changes nothing.
-  RETURN_IF_ERROR(CheckOpsServed(manifest, options.targets, options.attached));
+  if (!CacheExists(global)) {
+    ASSIGN_OR_RETURN(PlanCache none, OpenCacheToRead(global));
+    RETURN_IF_ERROR(ResolveManifest(manifest, options, &none).status());
+  }
   EndCleanlyWhenInterrupted(WhatIsKept(global));
   ASSIGN_OR_RETURN(PlanCache cache, OpenCache(global));
   const std::unique_ptr<ProgressSink> progress = MakeProgress();

@@ -31,11 +31,12 @@ Json CompareWinners(const std::vector<ReplayedPlan>& plans, bool print) {
                     {"stored", plan.body.Label()},
                     {"derived", derived}});
     if (!print) continue;
-    std::printf("%s %s m %u..%u\n  stored   %s\n  derived  %s\n",
+    std::printf("%s %s m %u..%u, plan key %s\n  stored   %s\n  derived  %s\n",
                 plan.target.ToString().c_str(),
                 plan.geometry.ToString().c_str(), plan.interval.m_min,
-                plan.interval.m_max, plan.body.Label().c_str(),
-                derived.c_str());
+                plan.interval.m_max,
+                replayed.plan.stored.key.digest.ToHex().c_str(),
+                plan.body.Label().c_str(), derived.c_str());
   }
   return rows;
 }
@@ -45,8 +46,11 @@ Json DeriveCurves(const std::vector<ReplayedPlan>& plans, double regret_cap,
   std::vector<const MeasuredPlan*> measured;
   for (const ReplayedPlan& replayed : plans) measured.push_back(&replayed.plan);
   Json curves = Json::array();
-  for (const std::vector<const MeasuredPlan*>& group :
-       GroupByContext(measured)) {
+  const std::vector<std::vector<const MeasuredPlan*>> groups =
+      GroupByContext(measured);
+  const std::vector<std::string> apart = WhatTellsApart(groups);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const std::vector<const MeasuredPlan*>& group = groups[i];
     std::vector<CurvePoint> points;
     for (const MeasuredPlan* plan : group) {
       points.push_back(CurvePointOf(plan->stored.plan, plan->evidence));
@@ -54,8 +58,9 @@ Json DeriveCurves(const std::vector<ReplayedPlan>& plans, double regret_cap,
     const Plan& first = group.front()->stored.plan;
     Json segments = Json::array();
     if (print) {
-      std::printf("%s %s\n", first.target.ToString().c_str(),
-                  first.geometry.ToString().c_str());
+      std::printf("%s %s%s%s\n", first.target.ToString().c_str(),
+                  first.geometry.ToString().c_str(),
+                  apart[i].empty() ? "" : ", ", apart[i].c_str());
     }
     for (const CurveSegment& segment : MergeIntervals(points, regret_cap)) {
       const uint32_t m_min = points[segment.first].interval.m_min;
@@ -78,6 +83,7 @@ Json DeriveCurves(const std::vector<ReplayedPlan>& plans, double regret_cap,
     }
     curves.push_back({{"target", first.target.ToString()},
                       {"geometry", first.geometry.ToString()},
+                      {"apart_by", apart[i]},
                       {"segments", std::move(segments)}});
   }
   return curves;

@@ -17,6 +17,7 @@ absl::StatusOr<int> RunReport(const GlobalOptions& global,
     ASSIGN_OR_RETURN(targets, ParseTargets(command.targets));
   }
   ASSIGN_OR_RETURN(PlanCache cache, OpenCacheToRead(global));
+  RETURN_IF_ERROR(CheckReplacesNone("report", command.output, {cache.path()}));
   ASSIGN_OR_RETURN(const ReportInput input, LoadReport(&cache, targets));
   PrintWarnings(&cache);
   const std::string page = RenderReport(input);

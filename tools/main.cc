@@ -5,15 +5,22 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <optional>
 #include <string>
+#include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "compiler/base/available_memory.h"
 #include "compiler/nvrtc_worker.h"
 #include "tools/cli.h"
@@ -41,12 +48,60 @@ CLI::Validator NumberWithin(double min, double max, const std::string& rule) {
       "");
 }
 
-CLI::Validator WholeNumber() {
+bool IsDigits(const std::string& text) {
+  return !text.empty() &&
+         std::all_of(text.begin(), text.end(), absl::ascii_isdigit);
+}
+
+// CLI11 reads "010" as eight: numbers that are whole reach it without leading
+// zeros. For transform().
+CLI::Validator WholeNumber(uint64_t min = 0, uint64_t max = UINT64_MAX) {
+  const bool any = min == 0 && max == UINT64_MAX;
+  const std::string range = any ? "" : absl::StrCat(min, "..", max);
   return CLI::Validator(
-      [](std::string& text) -> std::string {
+      [=](std::string& text) -> std::string {
         uint64_t value = 0;
-        if (absl::SimpleAtoi(text, &value)) return "";
-        return "\"" + text + "\" is not a whole number of 64 bits";
+        if (IsDigits(text) && absl::SimpleAtoi(text, &value) && value >= min &&
+            value <= max) {
+          text = absl::StrCat(value);
+          return "";
+        }
+        return absl::StrCat("\"", text, "\" is not a whole number ",
+                            any ? "of 64 bits" : "within ", range);
+      },
+      range);
+}
+
+// "512MiB" and the like, as bytes; all units are powers of 1024. For
+// transform().
+CLI::Validator Size(uint64_t min, uint64_t max) {
+  const auto bytes_of = [](absl::string_view text) -> std::optional<uint64_t> {
+    const size_t end =
+        std::min(text.find_first_not_of("0123456789"), text.size());
+    uint64_t value = 0;
+    if (!absl::SimpleAtoi(text.substr(0, end), &value)) return std::nullopt;
+    std::string unit = absl::AsciiStrToLower(
+        absl::StripLeadingAsciiWhitespace(text.substr(end)));
+    if (unit.empty() || unit == "b") return value;
+    const size_t power = absl::string_view("kmgtpe").find(unit.front());
+    unit.erase(0, 1);
+    if (power == absl::string_view::npos ||
+        !(unit.empty() || unit == "b" || unit == "i" || unit == "ib")) {
+      return std::nullopt;
+    }
+    const uint64_t factor = uint64_t{1} << (10 * (power + 1));
+    if (value > UINT64_MAX / factor) return std::nullopt;
+    return value * factor;
+  };
+  return CLI::Validator(
+      [=](std::string& text) -> std::string {
+        const std::optional<uint64_t> bytes = bytes_of(text);
+        if (!bytes.has_value() || *bytes < min || *bytes > max) {
+          return absl::StrCat("\"", text, "\" is not a size within ", min, "..",
+                              max, " bytes, as in 512MiB");
+        }
+        text = absl::StrCat(*bytes);
+        return "";
       },
       "");
 }
@@ -99,16 +154,16 @@ void AddKeyOptions(CLI::App* verb, kiln::PlanningOptions* planning,
   verb->add_option("--max-capacity", planning->max_capacity,
                    "Leave out capacities above N tokens")
       ->type_name("N")
-      ->check(CLI::Range(1u, 1u << 20));
+      ->transform(WholeNumber(1, 1u << 20));
   verb->add_option("--max-candidates", planning->max_candidates,
                    "Candidates per interval and template (default 16 on GPUs, "
                    "6 on CPUs)")
       ->type_name("N")
-      ->check(CLI::Range(1, 4096));
+      ->transform(WholeNumber(1, 4096));
   verb->add_option("--max-arena", planning->max_arena,
                    "Only candidates that need at most so much scratch: 512MiB")
       ->type_name("SIZE")
-      ->transform(CLI::AsSizeValue(false));
+      ->transform(Size(1, kiln::kArenaBytesMax));
   verb->add_flag("--exhaustive", planning->exhaustive,
                  "All legal candidates: the cost model leaves none out")
       ->excludes("--max-candidates");
@@ -129,7 +184,7 @@ void AddKeyOptions(CLI::App* verb, kiln::PlanningOptions* planning,
       ->type_name("N,...")
       ->delimiter(',')
       ->allow_extra_args(false)
-      ->check(CLI::Range(0, 63));
+      ->transform(WholeNumber(0, 63));
   verb->add_flag("--compile-only", planning->compile_only,
                  "Touch no device: compile and inspect; plans are predicted");
 }
@@ -201,7 +256,7 @@ int Run(int argc, char** argv) {
                    "Ranks that share each expert, or each matrix of a dense "
                    "model (default 1)")
       ->type_name("N")
-      ->check(CLI::Range(1, 4096));
+      ->transform(WholeNumber(1, 4096));
   verb->callback(
       [&] { chosen = [&] { return RunDescribe(global, describe); }; });
 
@@ -219,7 +274,7 @@ int Run(int argc, char** argv) {
                    "behind the last is its head")
       ->type_name("N")
       ->required()
-      ->check(CLI::Range(0, 1023));
+      ->transform(WholeNumber(0, 1023));
   verb->add_option("--tp", prepare.tensor_parallel,
                    "Rank K of N, counted from 0 (default 0/1)")
       ->type_name("K/N");
@@ -250,7 +305,7 @@ int Run(int argc, char** argv) {
   verb->add_option("--tp", encode.tensor_parallel,
                    "npk1: ranks that share each expert (default 1)")
       ->type_name("N")
-      ->check(CLI::Range(1, 4096));
+      ->transform(WholeNumber(1, 4096));
   verb->add_option("--boundary", encode.boundary,
                    "npk1: coupled or identity (default coupled)")
       ->type_name("NAME");
@@ -259,11 +314,11 @@ int Run(int argc, char** argv) {
       ->type_name("X");
   verb->add_option("--seed", encode.seed, "Of the scales' signs (default 0)")
       ->type_name("S")
-      ->check(WholeNumber());
+      ->transform(WholeNumber());
   verb->add_option("--threads", encode.threads,
                    "Threads (default: one per core)")
       ->type_name("N")
-      ->check(CLI::Range(1, 1024));
+      ->transform(WholeNumber(1, 1024));
   verb->callback([&] { chosen = [&] { return RunEncode(global, encode); }; });
 
   kiln::PlanningOptions plan;
@@ -279,7 +334,7 @@ int Run(int argc, char** argv) {
   verb->add_option("--jobs", prewarm.jobs,
                    "Compile workers (default: cores, as memory allows)")
       ->type_name("N")
-      ->check(CLI::Range(1, 1024));
+      ->transform(WholeNumber(1, 1024));
   verb->add_option("--compile-timeout", prewarm.compile_timeout,
                    "Seconds one compile may take (default 120)")
       ->type_name("SECONDS")
@@ -325,7 +380,7 @@ int Run(int argc, char** argv) {
   verb_explain->add_option("--tokens", explain.tokens, "Live tokens m")
       ->type_name("M")
       ->required()
-      ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 40));
+      ->transform(WholeNumber(1, uint64_t{1} << 40));
   verb_explain->callback(
       [&] { chosen = [&] { return RunExplain(global, explain); }; });
 
@@ -375,15 +430,21 @@ int Run(int argc, char** argv) {
   verb->add_option("--max-bytes", gc.bytes_max,
                    "Size to shrink the file to, for example 500MB or 2GiB")
       ->type_name("SIZE")
-      ->transform(CLI::AsSizeValue(false));
+      ->transform(Size(0, INT64_MAX));
   verb->add_option("--max-age", gc.days_max, "Remove rows older than DAYS")
       ->type_name("DAYS")
       ->check(NumberWithin(0, 1e6, "a number of days within 0..1000000"));
-  verb->add_option("--manifest", gc.manifests,
-                   "Manifest whose plans for --target stay; may be repeated")
-      ->type_name("FILE")
-      ->allow_extra_args(false);
+  CLI::Option* const roots =
+      verb->add_option("--manifest", gc.manifests,
+                       "Manifest whose plans for --target stay; may be "
+                       "repeated")
+          ->type_name("FILE")
+          ->allow_extra_args(false);
+  const size_t before_keys = verb->get_options().size();
   AddKeyOptions(verb, &gc.planning, false);
+  // They choose plans of a manifest, and nothing without one.
+  const std::vector<CLI::Option*> of_gc = verb->get_options();
+  for (size_t i = before_keys; i < of_gc.size(); ++i) of_gc[i]->needs(roots);
   verb->add_option("--bundle", gc.bundles,
                    "Bundle whose programs and plans stay; may be repeated")
       ->type_name("FILE")
@@ -455,12 +516,14 @@ int Run(int argc, char** argv) {
   verb->add_option("file", verify.file, "Bundle")->required();
   verb->add_option("--root", verify.root, "Root that the bundle must have")
       ->type_name("HEX");
-  verb->add_option("--key", verify.key,
-                   "Public key whose signature the root must carry")
-      ->type_name("PUB");
+  CLI::Option* const key =
+      verb->add_option("--key", verify.key,
+                       "Public key whose signature the root must carry")
+          ->type_name("PUB");
   verb->add_option("--signature", verify.signature,
                    "Signature to check with --key (default FILE.sig)")
-      ->type_name("SIG");
+      ->type_name("SIG")
+      ->needs(key);
   CLI::Option* const selftest = verb->add_flag(
       "--selftest", verify.selftest,
       "Golden replay: run every plan that has a digest on this machine's "
@@ -470,7 +533,7 @@ int Run(int argc, char** argv) {
       ->needs(selftest);
   verb->add_option("--device", verify.device, "GPU (default 0)")
       ->type_name("N")
-      ->check(CLI::Range(0, 63))
+      ->transform(WholeNumber(0, 63))
       ->needs(selftest);
   verb->add_flag("--allow-predicted", verify.allow_predicted,
                  "Load plans that never ran; they are not tested")
@@ -499,8 +562,8 @@ int Run(int argc, char** argv) {
   kiln::SignCommand sign;
   verb = app.add_subcommand(
       "sign", "Write an Ed25519 signature of a bundle's root beside it");
-  verb->add_option("file", sign.file,
-                   "Bundle (may be left out with --new-key)");
+  CLI::Option* const to_sign = verb->add_option(
+      "file", sign.file, "Bundle (may be left out with --new-key)");
   verb->add_option("--key", sign.key,
                    "Secret key file; mode 0600 and yours, or refused")
       ->type_name("SEC")
@@ -508,7 +571,8 @@ int Run(int argc, char** argv) {
   verb->add_flag("--new-key", sign.new_key,
                  "Make SEC and SEC.pub first; neither may exist");
   verb->add_option("-o,--output", sign.output, "Signature (default FILE.sig)")
-      ->type_name("SIG");
+      ->type_name("SIG")
+      ->needs(to_sign);
   verb->callback([&] { chosen = [&] { return RunSign(global, sign); }; });
 
   kiln::InspectCommand inspect;
@@ -526,15 +590,15 @@ int Run(int argc, char** argv) {
   verb->add_option("--tokens", run.tokens, "Live tokens m")
       ->type_name("M")
       ->required()
-      ->check(CLI::Range(uint64_t{0}, uint64_t{1} << 40));
+      ->transform(WholeNumber(0, uint64_t{1} << 40));
   verb->add_option("--target", run.target,
                    "Section to run (default: the GPU's, else the CPU's)");
   verb->add_option("--seed", run.seed, "Of weights and inputs (default 1)")
       ->type_name("S")
-      ->check(WholeNumber());
+      ->transform(WholeNumber());
   verb->add_option("--device", run.device, "GPU (default 0)")
       ->type_name("N")
-      ->check(CLI::Range(0, 63));
+      ->transform(WholeNumber(0, 63));
   verb->add_flag("--check", run.check,
                  "Compare with the float64 oracle, also after a captured "
                  "replay on changed inputs and routes");
@@ -555,23 +619,26 @@ int Run(int argc, char** argv) {
                    "Section to time (default: the GPU's, else the CPU's)");
   verb->add_option("--device", bench.device, "GPU (default 0)")
       ->type_name("N")
-      ->check(CLI::Range(0, 63));
+      ->transform(WholeNumber(0, 63));
   verb->add_option("--max-capacity", bench.max_capacity,
                    "Leave out capacities above N tokens")
       ->type_name("N")
-      ->check(CLI::Range(1u, 1u << 20));
+      ->transform(WholeNumber(1, 1u << 20));
   verb->add_option("--blocks", bench.blocks,
                    "Timed blocks of two runs each (default 15)")
       ->type_name("N")
-      ->check(CLI::Range(2, 10000));
+      ->transform(WholeNumber(2, 10000));
   verb->add_flag("--warm-l2", bench.warm_l2,
                  "Time with weights in the L2 cache (default: cold)");
-  verb->add_option("--compare", bench.compare,
-                   "torch: time PyTorch's bf16 fused_moe in the same blocks")
-      ->type_name("WHAT");
+  CLI::Option* const compare =
+      verb->add_option("--compare", bench.compare,
+                       "torch: time PyTorch's bf16 fused_moe in the same "
+                       "blocks")
+          ->type_name("WHAT");
   verb->add_option("--python", bench.python,
                    "Python with PyTorch (default python3)")
-      ->type_name("FILE");
+      ->type_name("FILE")
+      ->needs(compare);
   verb->add_flag("--allow-predicted", bench.allow_predicted,
                  "Load plans that never ran");
   verb->add_flag("--allow-unqualified", bench.allow_unqualified,
@@ -611,12 +678,12 @@ int Run(int argc, char** argv) {
   verb->add_option("--device", doctor.device, "GPU to measure (default 0)")
       ->type_name("N")
       ->needs(measure)
-      ->check(CLI::Range(0, 63));
+      ->transform(WholeNumber(0, 63));
   verb->add_option("--jobs", doctor.jobs,
                    "Compile workers (default: cores, as memory allows)")
       ->type_name("N")
       ->needs(measure)
-      ->check(CLI::Range(1, 1024));
+      ->transform(WholeNumber(1, 1024));
   verb->callback([&] { chosen = [&] { return RunDoctor(global, doctor); }; });
 
   RefuseEmptyValues(&app);

@@ -13,12 +13,15 @@ their receipt.
     tools/qualify.py --kiln build/release/bin/kiln --target sm_90a \
         -o tests/qualification/sm_90a.json
 
-Build Kiln again afterwards: receipts are compiled in.
+Build Kiln again afterwards: receipts are compiled in. A receipt names its suite
+with the SHA-256 of the file; one of another suite than that of the build
+qualifies nothing. Exit code 2: an argument, or a suite that is none.
 """
 
 import argparse
 import concurrent.futures
 import datetime
+import hashlib
 import json
 import os
 import re
@@ -38,11 +41,18 @@ MORE_ROWS = {"cuda": {8: [700], 1: [700, 1100]}, "cpu": {}}
 CHECKERS = {"cuda": 8, "cpu": 1}
 
 
+class SuiteError(Exception):
+    """What is wrong with a suite."""
+
+
 def run(command, accepted=(0,)):
     """Runs a command, or exits with its stderr."""
-    done = subprocess.run(command, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True, check=False)
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True, errors="replace", check=False)
+    except OSError as error:
+        sys.exit(f"{command[0]} cannot be started: {error.strerror}")
     if done.returncode not in accepted:
         sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n"
                  f"{done.stderr}{done.stdout}")
@@ -60,6 +70,57 @@ def wrong_templates(notes):
 
 def last_object(text):
     return json.loads(text.strip().splitlines()[-1])
+
+
+def ask_doctor(kiln):
+    """What kiln doctor says; exits where the program is no kiln."""
+    try:
+        doctor = last_object(call(kiln + ["doctor"]))
+        return doctor["devices"] and doctor or {**doctor, "devices": []}
+    except (ValueError, IndexError, KeyError, TypeError):
+        sys.exit(f"{kiln[0]} is no kiln of this version: its doctor does not "
+                 "print the object that is expected")
+
+
+def check_request(request, where):
+    """SuiteError unless it has what is read here; kiln checks the rest."""
+    def fault(text):
+        raise SuiteError(f"{where} {text}")
+    if not isinstance(request, dict):
+        fault("is no object")
+    for key in ("name", "op"):
+        if not isinstance(request.get(key), str):
+            fault(f'has no text as "{key}"')
+    weights = request.get("weights")
+    if not isinstance(weights, dict) or not isinstance(weights.get("format"),
+                                                       str):
+        fault('has no "weights" with a "format"')
+    capacities = request.get("capacities")
+    if not isinstance(capacities, list) or not capacities or not all(
+            type(capacity) is int and capacity > 0 for capacity in capacities):
+        fault('has no list of capacities, whole numbers above 0')
+    if "experts" in request and type(request["experts"]) is not int:
+        fault('has no whole number as "experts"')
+
+
+def read_suite(path):
+    """The manifest of a suite, and what the receipt says of its file."""
+    try:
+        with open(path, "rb") as handle:
+            data = handle.read()
+    except OSError as error:
+        raise SuiteError(f"cannot be read: {error.strerror}") from error
+    try:
+        manifest = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise SuiteError(f"is no JSON: {error}") from error
+    requests = manifest.get("requests") if isinstance(manifest, dict) else None
+    if not isinstance(requests, list) or not requests:
+        raise SuiteError('has no list of "requests"')
+    for number, request in enumerate(requests):
+        check_request(request, f"has a fault: request {number}")
+    return manifest, {"name": os.path.basename(path),
+                      "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def sizes(capacities):
@@ -80,7 +141,7 @@ def with_more_rows(request, capacities):
     """The request with further capacities, where they cost little to verify."""
     if request["op"] != "fused_moe" or request["weights"]["format"] != "exl3":
         return request
-    more = capacities.get(request["experts"], [])
+    more = capacities.get(request.get("experts"), [])
     return {**request, "capacities": request["capacities"] + more}
 
 
@@ -90,9 +151,10 @@ def main():
     parser.add_argument("--kiln", required=True)
     parser.add_argument("--target", required=True)
     parser.add_argument("-o", "--output", required=True)
-    parser.add_argument("--suite", help="folder of the suite", default=os.path
-                        .join(os.path.dirname(os.path.abspath(__file__)), "..",
-                              "tests", "qualification"))
+    parser.add_argument("--suite", help="suite, or a folder that holds " + SUITE,
+                        default=os.path.join(
+                            os.path.dirname(os.path.abspath(__file__)), "..",
+                            "tests", "qualification"))
     arguments = parser.parse_args()
     if shutil.which(arguments.kiln) is None:
         parser.error(f"{arguments.kiln} is no program")
@@ -103,14 +165,21 @@ def main():
     if not os.access(output_folder, os.W_OK):
         parser.error(f"-o: cannot write into {output_folder}")
 
-    with open(os.path.join(arguments.suite, SUITE), encoding="utf-8") as handle:
-        manifest = json.load(handle)
+    suite_file = (os.path.join(arguments.suite, SUITE)
+                  if os.path.isdir(arguments.suite) else arguments.suite)
+    try:
+        manifest, identity = read_suite(suite_file)
+    except SuiteError as error:
+        parser.error(f"--suite: {suite_file} {error}")
+    if (os.path.exists(arguments.output)
+            and os.path.samefile(arguments.output, suite_file)):
+        parser.error(f"-o: the receipt would replace {suite_file}")
     with tempfile.TemporaryDirectory() as folder:
         kiln = [arguments.kiln, "--json", "--cache",
                 os.path.join(folder, "cache")]
         bundle = os.path.join(folder, "suite.kiln")
         backend = "cuda" if arguments.target.startswith("sm_") else "cpu"
-        doctor = last_object(call(kiln + ["doctor"]))
+        doctor = ask_doctor(kiln)
         if backend == "cuda" and not doctor["devices"]:
             sys.exit(f"no device of target {arguments.target} on this machine")
         served = {(template["op"], template["format"])
@@ -119,6 +188,9 @@ def main():
         requests = [with_more_rows(r, MORE_ROWS[backend])
                     for r in manifest["requests"]
                     if (r["op"], r["weights"]["format"]) in served]
+        if not requests:
+            sys.exit(f"{suite_file} has no request that a template for "
+                     f"{backend} targets serves")
         suite = os.path.join(folder, SUITE)
         write_manifest(suite, manifest, requests)
         options = [suite, "--target", arguments.target,
@@ -138,11 +210,19 @@ def main():
         planless = {name for plan in prewarm["plans"] if "winner" not in plan
                     for name in plan["requests"]}
         requests = [r for r in requests if r["name"] not in planless]
+        if not requests:
+            sys.exit("not qualified: no request has a plan\n" + warmed.stderr)
         write_manifest(suite, manifest, requests)
         planned = json.loads(call(kiln + ["plan", *options]))
         reached = {candidate["label"].split("{")[0]
                    for interval in planned["intervals"]
                    for candidate in interval["candidates"]}
+        passed = [{key: template[key] for key in ("name", "version", "sources")}
+                  for template in doctor["templates"]
+                  if template["backend"] == backend
+                  and template["name"] in reached - wrong]
+        if not passed:
+            sys.exit("not qualified: no template passed")
         # Every interval keeps its winner, so that every winner is launched.
         call(kiln + ["freeze", *options, "--keep-intervals",
                      "--allow-unqualified", "-o", bundle])
@@ -162,17 +242,14 @@ def main():
         "schema": "kiln.qualification/1",
         "target": target,
         "suite_version": SUITE_VERSION,
+        "suite": identity,
         "date": datetime.date.today().isoformat(),
         "device": device,
         "driver_version": devices[0]["driver_version"] if devices else 0,
         "compiler": {"version": compiler["version"],
                      "content": compiler["content"]},
         # Those that have candidates for a request on this target.
-        "templates": [{key: template[key]
-                       for key in ("name", "version", "sources")}
-                      for template in doctor["templates"]
-                      if template["backend"] == backend
-                      and template["name"] in reached - wrong],
+        "templates": passed,
         "requests": len(requests),
         "intervals": prewarm["intervals"],
         "candidates_verified": prewarm["candidates"],

@@ -8,6 +8,8 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
+#include <system_error>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/escaping.h"
@@ -90,6 +92,10 @@ absl::Status WriteNew(const std::string& path, absl::string_view contents,
 absl::StatusOr<Seed> ReadSecret(const std::string& path) {
   const int fd = open(
       path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY);
+  if (fd < 0 && errno == ELOOP) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "secret key ", path, " is a symbolic link, must be the file itself"));
+  }
   if (fd < 0) {
     return ErrnoStatus(errno, "cannot open secret key", path);
   }
@@ -186,7 +192,10 @@ absl::StatusOr<std::string> CheckSignature(const Digest& root,
         absl::StrCat("bundle is unsigned: there is no ", signature_path,
                      "; kiln sign makes it"));
   }
-  if (absl::IsResourceExhausted(text.status())) {
+  std::error_code ignored;
+  if (absl::IsInvalidArgument(text.status()) &&
+      std::filesystem::is_regular_file(signature_path, ignored)) {
+    // Too large for a signature.
     return absl::FailedPreconditionError(text.status().message());
   }
   RETURN_IF_ERROR(text.status());

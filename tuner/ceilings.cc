@@ -22,13 +22,13 @@ using Json = nlohmann::json;
 
 // Steps of the balance per factor of two.
 constexpr double kStepsPerOctave = 3;
+// More than any two positive doubles are apart.
+constexpr double kStepsMax = 8192;
 // Floors count these when the K of interest was not measured.
 constexpr Codebook kCodebooks[] = {Codebook::k3Inst, Codebook::kMcg,
                                    Codebook::kMul1};
 
-double BalanceStep(double ratio) {
-  return std::round(kStepsPerOctave * std::log2(ratio));
-}
+double StepOf(double ratio) { return kStepsPerOctave * std::log2(ratio); }
 
 double FromStep(double step) { return std::exp2(step / kStepsPerOctave); }
 
@@ -49,6 +49,21 @@ absl::StatusOr<double> PositiveNumber(const JsonNode& parent,
       !(node->number > 0) || !std::isfinite(node->number)) {
     return absl::DataLossError(
         absl::StrCat("ceilings: ", key, " is no positive number"));
+  }
+  return node->number;
+}
+
+// A whole number of steps, of either sign.
+absl::StatusOr<double> StepFromJson(const JsonNode& parent,
+                                    absl::string_view key) {
+  const JsonNode* node = parent.Find(key);
+  if (node == nullptr ||
+      (node->kind != JsonNode::Kind::kFloat &&
+       node->kind != JsonNode::Kind::kInteger) ||
+      !(std::abs(node->number) < kStepsMax) ||
+      node->number != std::round(node->number)) {
+    return absl::DataLossError(
+        absl::StrCat("ceilings: ", key, " of kept_balance is no step"));
   }
   return node->number;
 }
@@ -90,33 +105,63 @@ double TypicalRate(const std::map<TrellisRate, double>& rates) {
 
 }  // namespace
 
-std::string Ceilings::Balance() const {
+std::optional<BalanceSteps> Ceilings::Steps() const {
   const double decode = TypicalRate(decode_weights_per_s);
-  if (!(read_bytes_per_s > 0 && mma_flops_per_s > 0 && decode > 0)) return "";
-  return absl::StrCat("decode ", BalanceStep(decode / read_bytes_per_s),
-                      " mma ", BalanceStep(mma_flops_per_s / read_bytes_per_s));
+  if (!(read_bytes_per_s > 0 && mma_flops_per_s > 0 && decode > 0)) {
+    return std::nullopt;
+  }
+  return BalanceSteps{.decode = StepOf(decode / read_bytes_per_s),
+                      .mma = StepOf(mma_flops_per_s / read_bytes_per_s)};
+}
+
+std::optional<BalanceSteps> Ceilings::RoundedSteps() const {
+  std::optional<BalanceSteps> steps = Steps();
+  if (!steps.has_value()) return steps;
+  if (kept_balance.has_value()) return kept_balance;
+  // Zero without a sign: "-0" would be another key.
+  return BalanceSteps{.decode = std::round(steps->decode) + 0.0,
+                      .mma = std::round(steps->mma) + 0.0};
+}
+
+std::string Ceilings::Balance() const {
+  const std::optional<BalanceSteps> steps = RoundedSteps();
+  return steps.has_value()
+             ? absl::StrCat("decode ", steps->decode, " mma ", steps->mma)
+             : "";
+}
+
+void Ceilings::KeepBalanceOf(const Ceilings& before) {
+  const std::optional<BalanceSteps> kept = before.RoundedSteps();
+  const std::optional<BalanceSteps> now = Steps();
+  if (!kept.has_value() || !now.has_value()) return;
+  if (std::abs(now->decode - kept->decode) < 1 &&
+      std::abs(now->mma - kept->mma) < 1) {
+    kept_balance = kept;
+  }
 }
 
 Ceilings Ceilings::Rounded() const {
   Ceilings out;
-  const double decode = TypicalRate(decode_weights_per_s);
-  if (!(read_bytes_per_s > 0 && mma_flops_per_s > 0 && decode > 0)) return out;
+  const std::optional<BalanceSteps> steps = RoundedSteps();
+  if (!steps.has_value()) return out;
   out.read_bytes_per_s = 1;
-  out.mma_flops_per_s =
-      FromStep(BalanceStep(mma_flops_per_s / read_bytes_per_s));
+  out.mma_flops_per_s = FromStep(steps->mma);
   for (const Codebook codebook : kCodebooks) {
-    out.decode_weights_per_s[{codebook, 4}] =
-        FromStep(BalanceStep(decode / read_bytes_per_s));
+    out.decode_weights_per_s[{codebook, 4}] = FromStep(steps->decode);
   }
   return out;
 }
 
 std::string CeilingsToJson(const Ceilings& ceilings) {
-  const Json out = {{"read_bytes_per_s", ceilings.read_bytes_per_s},
-                    {"mma_flops_per_s", ceilings.mma_flops_per_s},
-                    {"decode", RatesToJson(ceilings.decode_weights_per_s)},
-                    {"hash", RatesToJson(ceilings.hash_weights_per_s)},
-                    {"measured_unix", ceilings.measured_unix}};
+  Json out = {{"read_bytes_per_s", ceilings.read_bytes_per_s},
+              {"mma_flops_per_s", ceilings.mma_flops_per_s},
+              {"decode", RatesToJson(ceilings.decode_weights_per_s)},
+              {"hash", RatesToJson(ceilings.hash_weights_per_s)},
+              {"measured_unix", ceilings.measured_unix}};
+  if (ceilings.kept_balance.has_value()) {
+    out["kept_balance"] = {{"decode", ceilings.kept_balance->decode},
+                           {"mma", ceilings.kept_balance->mma}};
+  }
   return out.dump();
 }
 
@@ -135,6 +180,11 @@ absl::StatusOr<Ceilings> CeilingsFromJson(absl::string_view text) {
     return absl::DataLossError("ceilings: lacks measured_unix");
   }
   out.measured_unix = measured->integer;
+  if (const JsonNode* kept = root->Find("kept_balance"); kept != nullptr) {
+    BalanceSteps& steps = out.kept_balance.emplace();
+    ASSIGN_OR_RETURN(steps.decode, StepFromJson(*kept, "decode"));
+    ASSIGN_OR_RETURN(steps.mma, StepFromJson(*kept, "mma"));
+  }
   return out;
 }
 

@@ -23,6 +23,15 @@ namespace kiln {
 // A codebook and the bits per weight.
 using TrellisRate = std::pair<Codebook, int>;
 
+// How decoding and multiplying compare with reading, in steps of a third of an
+// octave.
+struct BalanceSteps {
+  double decode = 0;
+  double mma = 0;
+
+  bool operator==(const BalanceSteps&) const = default;
+};
+
 struct Ceilings {
   double read_bytes_per_s = 0;  // memory, streaming
   double mma_flops_per_s = 0;   // f16 operands, two per multiply and add
@@ -32,17 +41,30 @@ struct Ceilings {
   // devices whose templates have no such mode.
   std::map<TrellisRate, double> hash_weights_per_s;
   int64_t measured_unix = 0;
+  // Those of an earlier measurement, where KeepBalanceOf kept them.
+  std::optional<BalanceSteps> kept_balance = std::nullopt;
 
   bool operator==(const Ceilings&) const = default;
 
-  // How decoding and multiplying compare with reading, in steps of a third of
-  // an octave: "decode 5 mma 13". The cost model goes by this alone, so that
-  // two measurements of one kind of device, which differ by a few percent,
-  // nearly always lead to the same candidates. Empty when nothing was measured.
+  // BalanceSteps as text: "decode 5 mma 13". The cost model goes by this alone,
+  // so that two measurements of one kind of device, which differ by a few
+  // percent, nearly always lead to the same candidates. Empty when nothing was
+  // measured.
   std::string Balance() const;
+
+  // Keeps the balance of an earlier measurement of the device where both of its
+  // ratios are within a whole step of it: next to where steps meet, the least
+  // noise would move it otherwise, and every key of a plan with it.
+  void KeepBalanceOf(const Ceilings& before);
 
   // The ceilings that Balance() stands for, with a bandwidth of 1.
   Ceilings Rounded() const;
+
+ private:
+  // Exact; absent when something was not measured.
+  std::optional<BalanceSteps> Steps() const;
+  // What Balance() says.
+  std::optional<BalanceSteps> RoundedSteps() const;
 };
 
 // JSON with sorted keys. The inverse refuses what is not a positive finite

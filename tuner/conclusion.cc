@@ -8,6 +8,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
 #include "compiler/spec/plan_key.h"
@@ -226,6 +227,39 @@ std::vector<CanonicalField> ContextOf(const StoredPlan& stored) {
     fields.push_back(field);
   }
   return fields;
+}
+
+std::vector<std::string> WhatTellsApart(
+    const std::vector<std::vector<const MeasuredPlan*>>& groups) {
+  std::vector<std::vector<CanonicalField>> contexts;
+  for (const auto& group : groups) {
+    contexts.push_back(ContextOf(group.front()->stored));
+  }
+  const auto alike = [&](size_t i, size_t j) {
+    const Plan& a = groups[i].front()->stored.plan;
+    const Plan& b = groups[j].front()->stored.plan;
+    return a.target == b.target && a.geometry == b.geometry;
+  };
+  std::vector<std::string> texts;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    std::vector<std::string> own;
+    for (const CanonicalField& field : contexts[i]) {
+      const bool shared = [&] {
+        for (size_t j = 0; j < groups.size(); ++j) {
+          if (alike(i, j) && std::find(contexts[j].begin(), contexts[j].end(),
+                                       field) == contexts[j].end()) {
+            return false;
+          }
+        }
+        return true;
+      }();
+      if (shared) continue;
+      own.push_back(absl::StrCat(
+          field.path, " ", field.value.empty() ? "(empty)" : field.value));
+    }
+    texts.push_back(absl::StrJoin(own, ", "));
+  }
+  return texts;
 }
 
 }  // namespace kiln

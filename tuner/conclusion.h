@@ -97,6 +97,12 @@ std::vector<std::vector<const MeasuredPlan*>> GroupByContext(
 // lie on one capacity curve. A key that cannot be read stands alone.
 std::vector<CanonicalField> ContextOf(const StoredPlan& stored);
 
+// Of each group of GroupByContext, the fields that a group of the same target
+// and geometry has not: "candidates/limit 6, candidates/warm_l2 true"; empty
+// where it stands alone.
+std::vector<std::string> WhatTellsApart(
+    const std::vector<std::vector<const MeasuredPlan*>>& groups);
+
 }  // namespace kiln
 
 #endif  // KILN_TUNER_CONCLUSION_H_

@@ -3,6 +3,7 @@
 #include <map>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "compiler/base/digest.h"
 #include "compiler/base/status_macros.h"
 
@@ -21,6 +22,39 @@ std::vector<std::pair<FieldId, std::string>> Number(
     fields.push_back({{field.path, ++seen[field.path]}, field.value});
   }
   return fields;
+}
+
+// The reject of the candidate itself, or of a program that it needs.
+absl::StatusOr<std::optional<Reject>> FindRejectOf(
+    const PlannedCandidate& candidate, PlanCache* cache) {
+  ASSIGN_OR_RETURN(std::optional<Reject> reject,
+                   cache->FindReject(candidate.digest));
+  for (const ProgramKey& program : candidate.programs) {
+    if (reject.has_value()) break;
+    ASSIGN_OR_RETURN(reject, cache->FindReject(program.digest));
+  }
+  return reject;
+}
+
+std::string AdviceOnBalance(const FieldDifference& balance) {
+  const std::string stored = balance.stored.value_or("");
+  const std::string wanted = balance.wanted.value_or("");
+  std::string what =
+      stored.empty()
+          ? absl::StrCat(
+                "its plan was made before kiln doctor --measure found "
+                "this device's balance, \"",
+                wanted, "\"")
+      : wanted.empty()
+          ? absl::StrCat("its plan went by the balance \"", stored,
+                         "\" of this device, and the cache has no measurement "
+                         "of it; run kiln doctor --measure, or else")
+          : absl::StrCat(
+                "its plan went by another balance of this device, \"", stored,
+                "\", than kiln doctor --measure found last, \"", wanted, "\"");
+  return absl::StrCat(what, wanted.empty() ? "" : ";",
+                      " run kiln prewarm again, which compiles only what is "
+                      "new");
 }
 
 }  // namespace
@@ -67,6 +101,56 @@ absl::StatusOr<std::optional<NearestPlan>> FindNearestPlan(
     nearest = NearestPlan{std::move(stored), std::move(differences)};
   }
   return nearest;
+}
+
+bool MissingPlan::AllRejected() const {
+  return candidates > 0 && rejected.size() == candidates;
+}
+
+const FieldDifference* MissingPlan::OtherBalance() const {
+  if (!nearest.has_value() || nearest->differences.size() != 1) return nullptr;
+  const FieldDifference& only = nearest->differences.front();
+  return only.path == kBalanceField ? &only : nullptr;
+}
+
+std::string MissingPlan::Advice() const {
+  if (!no_candidate.empty()) return no_candidate;
+  if (AllRejected()) {
+    const RejectedCandidate& first = rejected.front();
+    return absl::StrCat(
+        candidates == 1
+            ? "its only candidate was"
+            : absl::StrCat("all of its ", candidates, " candidates were"),
+        " rejected, ", candidates == 1 ? "" : "the first ", first.label, " at ",
+        RejectStageName(first.stage), ": ", first.reason,
+        "; run kiln prewarm when others may compete, with --max-candidates or "
+        "--exhaustive, or when kiln cache gc has dropped the rejects");
+  }
+  if (const FieldDifference* const balance = OtherBalance()) {
+    return AdviceOnBalance(*balance);
+  }
+  return "run kiln prewarm with the same manifest, target and limits first";
+}
+
+absl::StatusOr<MissingPlan> ExplainMissing(const ResolvedInterval& resolved,
+                                           PlanCache* cache) {
+  MissingPlan missing;
+  const absl::StatusOr<IntervalPlan> plan =
+      resolved.planner->Plan(resolved.interval);
+  if (plan.ok()) {
+    missing.candidates = plan->candidates.size();
+    for (const PlannedCandidate& candidate : plan->candidates) {
+      ASSIGN_OR_RETURN(const std::optional<Reject> reject,
+                       FindRejectOf(candidate, cache));
+      if (!reject.has_value()) continue;
+      missing.rejected.push_back(
+          {candidate.body.Label(), reject->stage, reject->reason});
+    }
+  } else {
+    missing.no_candidate = std::string(plan.status().message());
+  }
+  ASSIGN_OR_RETURN(missing.nearest, FindNearestPlan(resolved.key, cache));
+  return missing;
 }
 
 }  // namespace kiln

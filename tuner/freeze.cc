@@ -23,9 +23,11 @@
 namespace kiln {
 namespace {
 
-// Why the template of a plan counts as unqualified, and what to do.
-std::string WhyUnqualified(const Plan& plan,
-                           const AttachedTemplates& attached) {
+// Why the template of a plan, which is `identity`, counts as unqualified, and
+// what to do.
+std::string WhyUnqualified(const Plan& plan, const TemplateIdentity& identity,
+                           const AttachedTemplates& attached,
+                           const std::vector<QualificationReceipt>& receipts) {
   for (const auto& one : attached) {
     if (one->name() != plan.body.template_name) continue;
     return "no package has: it was compared with the oracle before it was "
@@ -33,8 +35,22 @@ std::string WhyUnqualified(const Plan& plan,
            "--allow-unqualified to ship it all the same, and the bundle says "
            "that it is unqualified";
   }
-  return "as it stands it has not passed the suite on such a device; run "
-         "tools/qualify.py on one, or pass --allow-unqualified";
+  std::string what =
+      "as it stands it has not passed the suite on such a device";
+  for (const QualificationReceipt& receipt : receipts) {
+    if (IsOfTreeSuite(receipt) || receipt.target != plan.target ||
+        std::find(receipt.templates.begin(), receipt.templates.end(),
+                  identity) == receipt.templates.end()) {
+      continue;
+    }
+    what = absl::StrCat("its receipt is of the suite ", receipt.suite->name,
+                        " with SHA-256 ", receipt.suite->content.ToHex(),
+                        ", and the suite of this build, ", TreeSuite().name,
+                        ", has ", TreeSuite().content.ToHex());
+  }
+  return absl::StrCat(what,
+                      "; run tools/qualify.py on a device of the target, or "
+                      "pass --allow-unqualified");
 }
 
 // The template behind a plan as it is in this build; unknown names and other
@@ -181,6 +197,18 @@ absl::Status AddGolden(const std::vector<TargetContext>& contexts,
   return absl::OkStatus();
 }
 
+// Whether every entry that the plan is for has its digest of golden replay.
+bool HasGolden(const BundleSection& section,
+               const std::vector<std::string>& names,
+               const Interval& interval) {
+  return std::all_of(section.entries.begin(), section.entries.end(),
+                     [&](const BundleEntry& entry) {
+                       return std::find(names.begin(), names.end(),
+                                        entry.name) == names.end() ||
+                              entry.golden.find(interval) != entry.golden.end();
+                     });
+}
+
 // The plan that serves each interval: its own, or the one that it was merged
 // into, with the whole interval that this one serves.
 absl::StatusOr<std::vector<Plan>> MergePlans(
@@ -253,13 +281,15 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
             "that has it, or pass --allow-predicted"));
       }
     }
-    if (!IsQualified(IdentityOf(plan), target, policy.receipts)) {
+    const TemplateIdentity identity = IdentityOf(plan);
+    if (!IsQualified(identity, target, policy.receipts)) {
       ++result.unqualified;
       if (!policy.allow_unqualified) {
         return absl::FailedPreconditionError(absl::StrCat(
             "template ", plan.body.template_name, " of the plan for ",
             IntervalName(resolved, target), " has no qualification for ",
-            target.ToString(), ": ", WhyUnqualified(plan, options.attached)));
+            target.ToString(), ": ",
+            WhyUnqualified(plan, identity, options.attached, policy.receipts)));
       }
       unqualified[resolved.context].insert(plan.body.template_name);
     }
@@ -305,10 +335,13 @@ absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
   if (policy.golden) {
     RETURN_IF_ERROR(AddGolden(contexts, options, result.bytes, &sections));
     ASSIGN_OR_RETURN(result.bytes, WriteBundle(sections, consent));
-    for (const BundleSection& section : sections) {
-      for (const BundleEntry& entry : section.entries) {
-        result.golden += entry.golden.size();
-      }
+    for (size_t i = 0; i < intervals.size(); ++i) {
+      const Interval& interval = plans[i].interval;
+      if (interval.m_max != intervals[i].interval.m_max) continue;  // merged
+      result.golden += HasGolden(sections[intervals[i].context],
+                                 intervals[i].names, interval)
+                           ? 1
+                           : 0;
     }
   }
   RETURN_IF_ERROR(CheckBundleMatches(result.bytes, sections));

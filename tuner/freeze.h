@@ -53,11 +53,11 @@ struct FreezePolicy {
 // intervals that one plan may serve become one (tuner/capacity_curve.h); the
 // bundle's intervals leave no gap. Equal caches give equal bytes, and so does
 // golden replay on devices that compute alike.
-//   Errors: NotFound when an interval has no stored plan, naming it and the
-//   command that makes one; FailedPrecondition for predicted plans and
-//   for templates without a qualification, unless allowed; DataLoss when a
-//   program is damaged; Internal when the file does not read back as it was
-//   written, or when a plan that should repeat itself does not.
+//   Errors: NotFound when an interval has no stored plan, naming it and what to
+//   do; FailedPrecondition for predicted plans and for templates without a
+//   qualification, unless allowed; DataLoss when a program is damaged; Internal
+//   when the file does not read back as it was written, or when a plan that
+//   should repeat itself does not.
 absl::StatusOr<FreezeResult> Freeze(const Manifest& manifest,
                                     const PrewarmOptions& options,
                                     const FreezePolicy& policy,

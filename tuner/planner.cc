@@ -11,15 +11,12 @@
 #include "absl/strings/str_join.h"
 #include "compiler/base/check.h"
 #include "compiler/base/status_macros.h"
+#include "compiler/spec/grid_limits.h"
 #include "templates/registry.h"
 #include "tuner/cost_model.h"
 
 namespace kiln {
 namespace {
-
-// Blocks of a launch (CUDA C++ Programming Guide, table of compute
-// capabilities); the bundle format has the same limits for every target.
-constexpr uint64_t kGridMax[3] = {0x7FFFFFFF, 65535, 65535};
 
 // Pruned candidates whose digest is computed; hashing thousands takes longer
 // than all else here.

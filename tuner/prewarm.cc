@@ -442,6 +442,14 @@ absl::StatusOr<std::vector<DeviceProfile>> FindCpu(const Target& target) {
   return std::vector<DeviceProfile>{*profile};
 }
 
+std::optional<Ceilings> CeilingsUnder(const std::string& key,
+                                      PlanCache* cache) {
+  const absl::StatusOr<std::optional<std::string>> memo = cache->FindMemo(key);
+  if (!memo.ok() || !memo->has_value()) return std::nullopt;
+  absl::StatusOr<Ceilings> ceilings = CeilingsFromJson(**memo);
+  return ceilings.ok() ? std::optional(*std::move(ceilings)) : std::nullopt;
+}
+
 }  // namespace
 
 ProgressSink::~ProgressSink() = default;
@@ -542,11 +550,12 @@ absl::StatusOr<TargetContext> ResolveTarget(const Target& target,
 
 std::optional<Ceilings> FindCeilings(const DeviceProfile& device,
                                      PlanCache* cache) {
-  const absl::StatusOr<std::optional<std::string>> memo =
-      cache->FindMemo(CeilingsKey(device));
-  if (!memo.ok() || !memo->has_value()) return std::nullopt;
-  absl::StatusOr<Ceilings> ceilings = CeilingsFromJson(**memo);
-  return ceilings.ok() ? std::optional(*std::move(ceilings)) : std::nullopt;
+  return CeilingsUnder(CeilingsKey(device), cache);
+}
+
+std::optional<Ceilings> FindCeilings(const std::vector<CanonicalField>& fields,
+                                     PlanCache* cache) {
+  return CeilingsUnder(CeilingsKey(fields), cache);
 }
 
 absl::StatusOr<std::vector<ResolvedInterval>> ResolveIntervals(

@@ -173,8 +173,11 @@ absl::StatusOr<std::vector<DeviceProfile>> ChooseGpus(
     const std::vector<int>& ordinals);
 
 // The ceilings that `kiln doctor --measure` kept for such a device; damaged
-// ones count as absent.
+// ones count as absent. The second form takes the device from the fields of a
+// stored plan's key.
 std::optional<Ceilings> FindCeilings(const DeviceProfile& device,
+                                     PlanCache* cache);
+std::optional<Ceilings> FindCeilings(const std::vector<CanonicalField>& fields,
                                      PlanCache* cache);
 
 // Finds device profile and compiler of a target. With compile_only, or without

@@ -42,6 +42,12 @@ absl::StatusOr<QualificationReceipt> ParseReceipt(absl::string_view text,
                      "\"not_covered\" is empty; a receipt says what its suite "
                      "does not claim");
   }
+  if (const JsonNode* suite = root.Find("suite"); suite != nullptr) {
+    receipt.suite.emplace();
+    ASSIGN_OR_RETURN(receipt.suite->name, TextOf(*suite, "name", file));
+    ASSIGN_OR_RETURN(const std::string content, TextOf(*suite, "sha256", file));
+    ASSIGN_OR_RETURN(receipt.suite->content, Digest::FromHex(content));
+  }
   const JsonNode* templates = root.Find("templates");
   if (templates == nullptr || templates->kind != JsonNode::Kind::kArray ||
       templates->items.empty()) {
@@ -76,15 +82,28 @@ const std::vector<QualificationReceipt>& Receipts() {
   return *receipts;
 }
 
+const SuiteIdentity& TreeSuite() {
+  static const auto* const suite = [] {
+    const auto& [name, text] = EmbeddedSuite().front();
+    return new SuiteIdentity{name, Sha256(text)};
+  }();
+  return *suite;
+}
+
+bool IsOfTreeSuite(const QualificationReceipt& receipt) {
+  return !receipt.suite.has_value() ||
+         receipt.suite->content == TreeSuite().content;
+}
+
 bool IsQualified(const TemplateIdentity& identity, const Target& target,
                  const std::vector<QualificationReceipt>& receipts) {
-  return std::any_of(receipts.begin(), receipts.end(),
-                     [&](const QualificationReceipt& receipt) {
-                       return receipt.target == target &&
-                              std::find(receipt.templates.begin(),
-                                        receipt.templates.end(),
-                                        identity) != receipt.templates.end();
-                     });
+  return std::any_of(
+      receipts.begin(), receipts.end(),
+      [&](const QualificationReceipt& receipt) {
+        return receipt.target == target && IsOfTreeSuite(receipt) &&
+               std::find(receipt.templates.begin(), receipt.templates.end(),
+                         identity) != receipt.templates.end();
+      });
 }
 
 }  // namespace kiln

@@ -4,16 +4,26 @@
 #ifndef KILN_TUNER_QUALIFICATION_H_
 #define KILN_TUNER_QUALIFICATION_H_
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "compiler/base/digest.h"
 #include "compiler/spec/plan_key.h"
 #include "compiler/spec/target.h"
 
 namespace kiln {
+
+// The requests that a suite is made of.
+struct SuiteIdentity {
+  std::string name;  // of its file
+  Digest content;    // SHA-256 of the file
+
+  bool operator==(const SuiteIdentity&) const = default;
+};
 
 // One receipt, as far as Kiln itself needs it.
 struct QualificationReceipt {
@@ -21,6 +31,9 @@ struct QualificationReceipt {
   std::string device;       // "NVIDIA H200"
   std::string date;         // "2026-11-29"
   std::string not_covered;  // what the suite does not claim
+  // Receipts from before it was recorded have none; no other suite could be
+  // run then without a change of the tree.
+  std::optional<SuiteIdentity> suite;
   std::vector<TemplateIdentity> templates;
 };
 
@@ -36,8 +49,18 @@ const std::vector<QualificationReceipt>& Receipts();
 // (file name, text) of the receipts of this build.
 const std::vector<std::pair<std::string, std::string>>& EmbeddedReceipts();
 
-// True when a receipt for `target` has exactly this template: name, version and
-// sources. A changed template is unqualified until its suite ran again.
+// That of tests/qualification as it was built in.
+const SuiteIdentity& TreeSuite();
+
+// (file name, text) of it; one.
+const std::vector<std::pair<std::string, std::string>>& EmbeddedSuite();
+
+// Whether a receipt is of the tree's suite as it stands.
+bool IsOfTreeSuite(const QualificationReceipt& receipt);
+
+// True when a receipt for `target` of the tree's suite has exactly this
+// template: name, version and sources. A changed template is unqualified until
+// its suite ran again, and so are all when the suite changed.
 bool IsQualified(const TemplateIdentity& identity, const Target& target,
                  const std::vector<QualificationReceipt>& receipts);
 

@@ -267,7 +267,11 @@ std::string OriginOf(const std::vector<const MeasuredPlan*>& plans) {
 
 void AppendGroup(const Group& group, std::string* out) {
   absl::StrAppend(out, "<section>\n<h2>", EscapeMarkup(group.geometry), " on ",
-                  EscapeMarkup(group.target), "</h2>\n<p class=\"soft\">",
+                  EscapeMarkup(group.target), "</h2>\n");
+  if (!group.apart.empty()) {
+    absl::StrAppend(out, "<p>", EscapeMarkup(group.apart), "</p>\n");
+  }
+  absl::StrAppend(out, "<p class=\"soft\">",
                   EscapeMarkup(OriginOf(group.plans)), "</p>\n",
                   "<div class=\"wide\">\n");
   Group drawn = group;

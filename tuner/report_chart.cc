@@ -408,8 +408,12 @@ std::vector<Group> GroupPlans(const ReportInput& input) {
   std::vector<const MeasuredPlan*> plans;
   for (const MeasuredPlan& plan : input.plans) plans.push_back(&plan);
   std::vector<Group> out;
-  for (std::vector<const MeasuredPlan*>& members : GroupByContext(plans)) {
+  std::vector<std::vector<const MeasuredPlan*>> groups = GroupByContext(plans);
+  const std::vector<std::string> apart = WhatTellsApart(groups);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    std::vector<const MeasuredPlan*>& members = groups[i];
     Group group;
+    group.apart = apart[i];
     const StoredPlan& first = members.front()->stored;
     group.geometry = first.plan.geometry.ToString();
     group.target = first.plan.target.ToString();

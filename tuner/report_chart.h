@@ -44,6 +44,7 @@ struct Point {
 struct Group {
   std::string geometry;
   std::string target;
+  std::string apart;                    // WhatTellsApart
   std::vector<CanonicalField> context;  // what else the keys have in common
   std::vector<const MeasuredPlan*> plans;
   std::vector<std::string> winners;  // labels in order of first appearance

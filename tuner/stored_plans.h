@@ -22,12 +22,13 @@ std::string IntervalName(const ResolvedInterval& resolved,
 // target takes the plans that were measured on such a device. A machine without
 // it (a build host with a cache from elsewhere) takes the measured plans if all
 // intervals of the target have one from the same kind of device, and otherwise
-// the predicted ones. Every field of the key but the device must match either
-// way.
+// the predicted ones. Every field of the key must match either way, but for the
+// device and the balance that a measurement of it adds: of several balances
+// that of the cache's ceilings counts.
 //   measured_elsewhere: false never takes plans of a device that is not here.
-//   Errors: NotFound when an interval has no plan, naming it and the command
-//   that makes one; FailedPrecondition when several kinds of devices could
-//   answer, naming them.
+//   Errors: NotFound when an interval has no plan, naming it, why, and what to
+//   do (MissingPlan::Advice); FailedPrecondition when several kinds of devices,
+//   or balances of one, could answer, naming them.
 absl::StatusOr<std::vector<StoredPlan>> FindStoredPlans(
     const std::vector<ResolvedInterval>& intervals,
     const std::vector<TargetContext>& contexts, bool measured_elsewhere,

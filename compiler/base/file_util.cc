@@ -102,9 +102,10 @@ absl::Status ErrnoStatus(int errno_value, absl::string_view action,
     case EDQUOT:
       return absl::ResourceExhaustedError(message);
     case EISDIR:
+    case ELOOP:
+    case ENAMETOOLONG:
       return absl::InvalidArgumentError(message);
     case EEXIST:
-    case ELOOP:
       return absl::FailedPreconditionError(message);
     default:
       return absl::UnavailableError(message);
@@ -126,7 +127,7 @@ absl::StatusOr<std::string> ReadFile(const std::string& path,
   }
   const auto size = static_cast<uint64_t>(info.st_size);
   if (size > bytes_max) {
-    return absl::ResourceExhaustedError(absl::StrCat(
+    return absl::InvalidArgumentError(absl::StrCat(
         path, " has ", size, " bytes, at most ", bytes_max, " are accepted"));
   }
   std::string contents(size, '\0');

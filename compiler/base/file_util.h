@@ -14,8 +14,8 @@
 namespace kiln {
 
 // Reads a regular file of at most `bytes_max` bytes.
-//   Errors: NotFound, PermissionDenied, InvalidArgument (not a regular file),
-//   ResourceExhausted (larger than bytes_max), Unavailable (I/O).
+//   Errors: NotFound, PermissionDenied, InvalidArgument (not a regular file, or
+//   larger than bytes_max), Unavailable (I/O).
 absl::StatusOr<std::string> ReadFile(const std::string& path,
                                      uint64_t bytes_max);
 

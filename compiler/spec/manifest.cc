@@ -42,16 +42,29 @@ absl::StatusOr<std::string> ParseName(const ObjectReader& reader, bool ascii) {
   return value->text;
 }
 
-// Channels of an axis that Hadamard transforms cover.
-//   why: they come in blocks of 128
-absl::StatusOr<int64_t> ParseChannels(
-    const ObjectReader& reader, absl::string_view key, int64_t high,
-    absl::string_view why = "the Hadamard block") {
-  constexpr int64_t kBlock = 128;
-  ASSIGN_OR_RETURN(const int64_t value, reader.Integer(key, kBlock, high));
-  if (value % kBlock == 0) return value;
-  return reader.Refuse(key, *reader.Optional(key),
-                       absl::StrCat("must be a multiple of 128 (", why, ")"));
+// What the channels of an axis come in blocks of.
+struct ChannelBlock {
+  int64_t channels = 128;
+  absl::string_view why = "the Hadamard block";
+};
+
+// Both rules in one message: who keeps one should not be told of the other
+// then.
+absl::StatusOr<int64_t> ParseChannels(const ObjectReader& reader,
+                                      absl::string_view key, int64_t high,
+                                      const ChannelBlock& block = {}) {
+  ASSIGN_OR_RETURN(const JsonNode* node,
+                   reader.Required(key, JsonNode::Kind::kInteger));
+  const int64_t value = node->integer;
+  const std::string multiple =
+      absl::StrCat("a multiple of ", block.channels, " (", block.why, ")");
+  if (value < block.channels || value > high) {
+    return reader.Refuse(key, *node,
+                         absl::StrCat("must be within ", block.channels, "..",
+                                      high, " and ", multiple));
+  }
+  if (value % block.channels == 0) return value;
+  return reader.Refuse(key, *node, absl::StrCat("must be ", multiple));
 }
 
 // K of every EXL3 codebook; see the format's rate table.
@@ -99,13 +112,17 @@ bool IsQsrt(const JsonNode& weights) {
   return Says(weights, "format", WeightFormatName(WeightFormat::kQsrt));
 }
 
-// What needs 128 channels of fused_moe; there need be no "weights".
-absl::string_view WhyChannels(const JsonNode* weights) {
-  return weights != nullptr && IsTrellisMx(*weights) &&
-                 Says(*weights, "boundary",
-                      MxBoundaryName(MxBoundary::kIdentity))
-             ? "a word of prepared scales, which identity layers have too"
-             : "the Hadamard block";
+// What needs blocks of channels of fused_moe; there need be no "weights".
+ChannelBlock BlockOf(const JsonNode* weights, bool hidden) {
+  if (weights == nullptr || !IsTrellisMx(*weights)) return {};
+  if (Says(*weights, "boundary", MxBoundaryName(MxBoundary::kIdentity))) {
+    return {.why = "a word of prepared scales, which identity layers have too"};
+  }
+  const bool coupled =
+      weights->Find("boundary") == nullptr ||
+      Says(*weights, "boundary", MxBoundaryName(MxBoundary::kCoupled));
+  if (!hidden || !coupled) return {};
+  return {.channels = 512, .why = "the coupled Hadamard block of trellis_mx"};
 }
 
 absl::StatusOr<Op> ParseOp(const ObjectReader& reader) {
@@ -151,11 +168,9 @@ absl::StatusOr<Weights> ParseMoeExl3(absl::string_view file,
 // Rates of NPK-1, the only law of the format.
 constexpr int64_t kMxBitsMin = 2;
 constexpr int64_t kMxBitsMax = 5;
-constexpr int64_t kMxHiddenBlock = 512;
 
-// "weights" of trellis_mx, and what it demands of the geometry read before.
-absl::Status ParseTrellisMx(const ObjectReader& request,
-                            const ObjectReader& reader, RequestGeometry* out) {
+// "weights" of trellis_mx.
+absl::Status ParseTrellisMx(const ObjectReader& reader, RequestGeometry* out) {
   RETURN_IF_ERROR(reader.CheckKeys({"format", "bits", "limit", "boundary"}));
   out->weights.format = WeightFormat::kTrellisMx;
   ASSIGN_OR_RETURN(const int64_t value,
@@ -174,12 +189,6 @@ absl::Status ParseTrellisMx(const ObjectReader& request,
                          "boundary", {{"coupled", MxBoundary::kCoupled},
                                       {"identity", MxBoundary::kIdentity}}));
   }
-  if (out->mx.boundary == MxBoundary::kCoupled &&
-      out->hidden % kMxHiddenBlock != 0) {
-    return request.Refuse("hidden", *request.Optional("hidden"),
-                          "must be a multiple of 512 (the coupled Hadamard "
-                          "block of trellis_mx)");
-  }
   return absl::OkStatus();
 }
 
@@ -187,8 +196,7 @@ absl::Status ParseTrellisMx(const ObjectReader& request,
 constexpr int64_t kQsrtIntermediate = 256;
 
 // The same of qsrt.
-absl::Status ParseQsrt(const ObjectReader& request, const ObjectReader& reader,
-                       RequestGeometry* out) {
+absl::Status ParseQsrt(const ObjectReader& reader, RequestGeometry* out) {
   RETURN_IF_ERROR(reader.CheckKeys({"format", "pairs", "scales"}));
   out->weights.format = WeightFormat::kQsrt;
   ASSIGN_OR_RETURN(
@@ -196,13 +204,18 @@ absl::Status ParseQsrt(const ObjectReader& request, const ObjectReader& reader,
       reader.Word<PairKinds>("pairs", {{"p24_p33", PairKinds::kP24P33},
                                        {"p33_p43", PairKinds::kP33P43}}));
   ASSIGN_OR_RETURN(out->weights.shared_scales, ParseSharedScales(reader));
-  if (out->intermediate != kQsrtIntermediate) {
-    return request.Refuse(
-        "intermediate", *request.Optional("intermediate"),
-        "must be 256 (one pair of records of qsrt; a layer with more channels "
-        "is several parts, whose outputs add up)");
-  }
   return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> ParseQsrtIntermediate(const ObjectReader& request) {
+  constexpr absl::string_view kKey = "intermediate";
+  ASSIGN_OR_RETURN(const JsonNode* node,
+                   request.Required(kKey, JsonNode::Kind::kInteger));
+  if (node->integer == kQsrtIntermediate) return kQsrtIntermediate;
+  return request.Refuse(
+      kKey, *node,
+      "must be 256 (one pair of records of qsrt; a layer with more channels is "
+      "several parts, whose outputs add up)");
 }
 
 // A count, or a list of ascending layer ids.
@@ -268,11 +281,14 @@ absl::Status ParseFusedMoe(absl::string_view file, const ObjectReader& reader,
                            RequestGeometry* out) {
   RequestGeometry& geometry = *out;
   const JsonNode* found = reader.Optional("weights");
-  const absl::string_view why = WhyChannels(found);
-  ASSIGN_OR_RETURN(geometry.hidden,
-                   ParseChannels(reader, "hidden", kHiddenMax, why));
-  ASSIGN_OR_RETURN(geometry.intermediate, ParseChannels(reader, "intermediate",
-                                                        kIntermediateMax, why));
+  const bool is_qsrt = found != nullptr && IsQsrt(*found);
+  ASSIGN_OR_RETURN(geometry.hidden, ParseChannels(reader, "hidden", kHiddenMax,
+                                                  BlockOf(found, true)));
+  ASSIGN_OR_RETURN(geometry.intermediate,
+                   is_qsrt
+                       ? ParseQsrtIntermediate(reader)
+                       : ParseChannels(reader, "intermediate", kIntermediateMax,
+                                       BlockOf(found, false)));
   ASSIGN_OR_RETURN(geometry.experts, reader.Integer("experts", 1, kExpertsMax));
   ASSIGN_OR_RETURN(geometry.top_k, reader.Integer("top_k", 1, kTopKMax));
   if (geometry.top_k > geometry.experts) {
@@ -281,7 +297,6 @@ absl::Status ParseFusedMoe(absl::string_view file, const ObjectReader& reader,
         absl::StrCat("\"top_k\" is ", geometry.top_k,
                      ", must be at most \"experts\" (", geometry.experts, ")"));
   }
-  const bool is_qsrt = found != nullptr && IsQsrt(*found);
   ASSIGN_OR_RETURN(
       geometry.activation,
       is_qsrt ? reader.Word<Activation>(
@@ -297,8 +312,8 @@ absl::Status ParseFusedMoe(absl::string_view file, const ObjectReader& reader,
   ASSIGN_OR_RETURN(const JsonNode* node,
                    reader.Required("weights", JsonNode::Kind::kObject));
   const ObjectReader weights(file, *node, "\"weights\"");
-  if (IsTrellisMx(*node)) return ParseTrellisMx(reader, weights, &geometry);
-  if (is_qsrt) return ParseQsrt(reader, weights, &geometry);
+  if (IsTrellisMx(*node)) return ParseTrellisMx(weights, &geometry);
+  if (is_qsrt) return ParseQsrt(weights, &geometry);
   ASSIGN_OR_RETURN(geometry.weights, ParseMoeExl3(file, weights));
   return absl::OkStatus();
 }

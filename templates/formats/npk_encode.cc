@@ -572,33 +572,50 @@ RealExpert DecodeNpkExpert(std::span<const NpkSidecar* const> ranks,
   return real;
 }
 
+namespace {
+
+// All that the geometry breaks of the rules V6 and V7.
+absl::Status CheckGeometry(const NpkMetadata& m) {
+  const bool coupled = m.boundary == NpkBoundary::kCoupled;
+  const int64_t multiple = coupled ? int64_t{kInner} : kNpkAtom;
+  const int64_t hidden_multiple = coupled ? int64_t{kOuter} : int64_t{kInner};
+  absl::Status hidden;
+  absl::Status slice;
+  if (m.hidden <= 0 || m.hidden % hidden_multiple != 0) {
+    hidden = NpkRuleError(
+        6, absl::StrCat("hidden is ", m.hidden, ", must be a multiple of ",
+                        hidden_multiple,
+                        coupled && m.hidden % int64_t{kInner} == 0
+                            ? " unless the boundary is identity"
+                            : ""));
+  }
+  if (m.world_size < 1 || m.intermediate_global <= 0 ||
+      m.intermediate_global % (m.world_size * multiple) != 0) {
+    slice = NpkRuleError(
+        7, absl::StrCat("intermediate_global is ", m.intermediate_global,
+                        ", must be a multiple of ", multiple, " for each of ",
+                        m.world_size, " ranks; ",
+                        PossibleRanks(m.intermediate_global, multiple)));
+  }
+  if (hidden.ok()) return slice;
+  if (slice.ok()) return hidden;
+  return absl::InvalidArgumentError(
+      absl::StrCat(hidden.message(), "; ", slice.message()));
+}
+
+}  // namespace
+
 absl::StatusOr<NpkEncoding> EncodeNpkLayer(
     const NpkMetadata& metadata, const RealExperts& experts, uint64_t seed,
     int threads, const std::function<void(size_t)>& done,
     const std::string& output) {
   NpkMetadata m = metadata;
   m.encoder = Sha256(kEncoderName);
-  const int64_t multiple =
-      m.boundary == NpkBoundary::kCoupled ? int64_t{kInner} : kNpkAtom;
-  const int64_t hidden_multiple =
-      m.boundary == NpkBoundary::kCoupled ? int64_t{kOuter} : int64_t{kInner};
   if (m.bits < kd::kNpkBitsMin || m.bits > kd::kNpkBitsMax) {
     return NpkRuleError(
         5, absl::StrCat("bits is ", m.bits, ", must be within 2..5"));
   }
-  if (m.hidden <= 0 || m.hidden % hidden_multiple != 0) {
-    return NpkRuleError(
-        6, absl::StrCat("hidden is ", m.hidden, ", must be a multiple of ",
-                        hidden_multiple));
-  }
-  if (m.world_size < 1 || m.intermediate_global <= 0 ||
-      m.intermediate_global % (m.world_size * multiple) != 0) {
-    return NpkRuleError(
-        7, absl::StrCat("intermediate_global is ", m.intermediate_global,
-                        ", must be a multiple of ", multiple, " for each of ",
-                        m.world_size, " ranks; ",
-                        PossibleRanks(m.intermediate_global, multiple)));
-  }
+  RETURN_IF_ERROR(CheckGeometry(m));
   m.intermediate = m.intermediate_global / m.world_size;
   RETURN_IF_ERROR(CheckNpkTexts(m));
   LayerEncoder encoder(m, experts, seed, threads);

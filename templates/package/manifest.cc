@@ -10,6 +10,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "compiler/base/status_macros.h"
+#include "compiler/spec/grid_limits.h"
 #include "compiler/spec/json_reader.h"
 #include "compiler/spec/manifest.h"
 #include "compiler/spec/object_reader.h"
@@ -730,17 +731,30 @@ class Parser {
     constexpr absl::string_view kGrid = "\"grid\"";
     const auto tokens_max = static_cast<uint32_t>(
         std::min<int64_t>(out_.serves.capacity.high, kCapacityMax));
+    const auto tokens_min = static_cast<uint32_t>(
+        std::clamp<int64_t>(out_.serves.capacity.low, 1, kCapacityMax));
+    size_t d = 0;  // the dimension
     const auto parse = [&](const JsonNode& node) -> absl::StatusOr<Expression> {
+      const uint64_t blocks_max = kGridMax[d++];
       ASSIGN_OR_RETURN(Expression dim, ParseExpression(node, kGrid, true));
       if (!dim.IsFixed()) return dim;
       const absl::StatusOr<LaunchDim> launch = dim.Dim({});
       RETURN_IF_ERROR(At(node, kGrid, launch.status()));
       // Fewer tokens give no more blocks.
-      if (launch->Evaluate(tokens_max) != 0) return dim;
+      if (launch->Evaluate(tokens_max) == 0) {
+        return JsonError(
+            file_, node,
+            absl::StrCat(kGrid, ": expression ", JsonQuote(dim.text()),
+                         " is 0 for all m, must be at least 1"));
+      }
+      const uint64_t least = launch->Evaluate(tokens_min);
+      if (least <= blocks_max) return dim;
       return JsonError(
           file_, node,
-          absl::StrCat(kGrid, ": expression ", JsonQuote(dim.text()),
-                       " is 0 for all m, must be at least 1"));
+          absl::StrCat(kGrid, ": expression ", JsonQuote(dim.text()), " is ",
+                       least, " at the smallest capacity, ", tokens_min,
+                       "; dimension ", d - 1, " has at most ", blocks_max,
+                       " blocks"));
     };
     return ParseDims(reader, "grid", parse, out);
   }

@@ -62,7 +62,7 @@ absl::StatusOr<std::map<std::string, std::string>> ReadFiles(
     }
     bytes += contents->size();
     if (bytes > kPackageBytesMax) {
-      return absl::ResourceExhaustedError(
+      return absl::InvalidArgumentError(
           absl::StrCat("package ", manifest.name, " has more than ",
                        kPackageBytesMax, " bytes"));
     }

@@ -39,8 +39,8 @@ struct Package {
 // Reads and checks the package in `folder`.
 //   Errors: NotFound for a file that is not there; DataLoss for one whose
 //   bytes are not the pinned ones; InvalidArgument for a malformed manifest, a
-//   path through a symbolic link, something that is no regular file, and a
-//   source that includes what the package does not pin; ResourceExhausted.
+//   path through a symbolic link, something that is no regular file or too
+//   large, and a source that includes what the package does not pin.
 absl::StatusOr<Package> ReadPackage(const std::string& folder);
 
 // The manifest of the package in `folder`, and its text with the SHA-256 of

@@ -298,6 +298,13 @@ TEST(PackageManifestTest, RefusesEachMistakeWithItsPlace) {
       {"grid of 0", "\"hidden / 128\"", "0",
        "\"grid\": expression \"0\" is 0 for all m, must be at least 1"},
       {"grid of 0 times m", "hidden / 128", "0 * m", "is 0 for all m"},
+      {"grid of more blocks than there can be", "hidden / 128", "65536",
+       "\"grid\": expression \"65536\" is 65536 at the smallest capacity, 1; "
+       "dimension 1 has at most 65535 blocks"},
+      {"grid of too many for one token", "hidden / 128", "65000 + m * 536",
+       "is 65536 at the smallest capacity, 1; dimension 1"},
+      {"grid of too many in z", "\"hidden / 128\"", "1, \"65535 + m\"",
+       "dimension 2 has at most 65535 blocks"},
       {"grid of m less something", "hidden / 128", "m - 1",
        "needs -1 in a launch rule"},
       {"argument below 0", "u32:2 * tile", "u32:1 - 2",

@@ -3,7 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime/bundle_format.h"
@@ -22,6 +24,7 @@ using ::kiln::testing::TinyCpuSection;
 using ::kiln::testing::TinyCudaSection;
 using ::testing::Contains;
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
 using ::testing::Field;
 using ::testing::IsEmpty;
 using ::testing::Not;
@@ -63,6 +66,49 @@ TEST(BundleDiffTest, AChangeIsNamedWhereItIs) {
   EXPECT_EQ(changes[0].field, "steps[1].block[1]");
   EXPECT_EQ(changes[0].a, 4);
   EXPECT_EQ(changes[0].b, 2);
+}
+
+using Both = std::pair<std::string, std::string>;
+
+Both Shown(nlohmann::ordered_json a, nlohmann::ordered_json b) {
+  BundleChange change;
+  change.a = std::move(a);
+  change.b = std::move(b);
+  return ShownChange(change);
+}
+
+TEST(ShownChangeTest, LongTextsAreCutToWhatDiffers) {
+  const std::string head =
+      "fused_moe H4096 I512 E288 k8 trellis_mx K4 silu limit ";
+  const std::string tail = " w4a8 small-m 16 bf16 i32";
+  EXPECT_EQ(Shown(head + "10" + tail, head + "7" + tail),
+            Both("...K4 silu limit 10 w4a8 small-m 16 bf16 i32",
+                 "...K4 silu limit 7 w4a8 small-m 16 bf16 i32"));
+  EXPECT_EQ(Shown(head + "10" + tail, head + "10" + tail + " nondeterministic"),
+            Both("...small-m 16 bf16 i32",
+                 "...small-m 16 bf16 i32 nondeterministic"));
+  // Where it begins early, the text is shown from its beginning.
+  EXPECT_EQ(Shown("fused_moe H4096" + std::string(60, 'x'),
+                  "fused_moe H2048" + std::string(60, 'x')),
+            Both("fused_moe H4096" + std::string(42, 'x') + "...",
+                 "fused_moe H2048" + std::string(42, 'x') + "..."));
+  const std::string word(200, 'w');
+  const auto [one, two] = Shown(word + "a" + word, word + "b" + word);
+  EXPECT_EQ(one,
+            "..." + std::string(24, 'w') + "a" + std::string(29, 'w') + "...");
+  EXPECT_EQ(two,
+            "..." + std::string(24, 'w') + "b" + std::string(29, 'w') + "...");
+}
+
+TEST(ShownChangeTest, ShortTextsAndOtherValuesAreWhole) {
+  const std::string text(59, 'w');
+  EXPECT_EQ(Shown(text + "a", text + "b"), Both(text + "a", text + "b"));
+  EXPECT_EQ(Shown(nullptr, 3), Both("-", "3"));
+  EXPECT_EQ(Shown({1, 2}, {1}), Both("[1,2]", "[1]"));
+  std::vector<int> many(100, 7);
+  std::vector<int> more = many;
+  more.push_back(8);
+  EXPECT_THAT(Shown(many, more).second, EndsWith("7,8]"));
 }
 
 TEST(BundleDiffTest, OverlappedStepsAndQualificationAreShown) {

@@ -289,6 +289,8 @@ class BundleToolsTest(unittest.TestCase):
                     [str(KILN), *map(str, arguments)], capture_output=True,
                     text=True, check=False, timeout=60)
                 self.assertIn(done.returncode, (1, USAGE, REFUSED), arguments)
+                if path == loop and arguments[-2] != "--key":
+                    self.assertEqual(done.returncode, USAGE, arguments)
                 self.assertEqual(done.stdout, "", arguments)
                 self.assertRegex(done.stderr, "^kiln: .+", arguments)
 

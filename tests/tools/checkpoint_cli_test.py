@@ -99,6 +99,13 @@ class CheckpointCliTest(CliTest):
         self.assertIn('"hidden" 512, "intermediate" 128 (of one of 2 ranks), '
                       '"experts" 1, "weights" {"format": "trellis_mx", "bits": '
                       '2, "limit": "10", "boundary": "coupled"}', done.stderr)
+        # They are for two ranks, and nothing else can be asked for.
+        same = self.kiln("--json", "describe", self.at("npk"), "--tp", "2")
+        self.assertEqual(json.loads(same.stdout), layers)
+        for tp in ("1", "4"):
+            done = self.kiln("describe", self.at("npk"), "--tp", tp, code=2)
+            self.assertIn(f"--tp is {tp}, and the sidecars of layer 0 are for 2 "
+                          "ranks", done.stderr)
         done = self.kiln("--json", "prepare", self.at("npk"), "-o",
                          self.at("out"), "--layer", "0", "--tp", "1/2")
         answer = json.loads(done.stdout)
@@ -195,6 +202,19 @@ class CheckpointCliTest(CliTest):
                          "--layer", "0", "--tp", "1/4", code=2)
         self.assertIn("hidden 128 and intermediate_local 64 must be multiples "
                       "of 128", done.stderr)
+        done = self.kiln("describe", self.at("thin"), "-o", self.at("m.json"),
+                         code=4)
+        self.assertIn("no request is for the sidecars of layer 0: hidden 128 and "
+                      "intermediate_local 64 must be multiples of 128",
+                      done.stderr)
+        # All that the coupled boundary wants is told at once.
+        for tp in (2, 3):
+            done = self.kiln("encode", self.at("real"), "-o", self.at("none"),
+                             "--format", "npk1", "--tp", str(tp), code=2)
+            self.assertIn("hidden is 128, must be a multiple of 512 unless the "
+                          "boundary is identity", done.stderr)
+            self.assertEqual("for each of 3 ranks; possible with --tp: 1, 2"
+                             in done.stderr, tp == 3, done.stderr)
 
     def test_encode_refuses_bad_input(self):
         write_real_checkpoint(self.at("real"), intermediate=64)
@@ -214,8 +234,11 @@ class CheckpointCliTest(CliTest):
         write_real_checkpoint(self.at("real"))
         for form, option, value in (
                 ("exl3", "--tp", "2"), ("exl3", "--boundary", "identity"),
-                ("exl3", "--limit", "nan"), ("npk1", "--codebook", "mul1")):
-            with self.subTest(option):
+                ("exl3", "--limit", "nan"), ("npk1", "--codebook", "mul1"),
+                # Nor are those that say what the default is.
+                ("exl3", "--tp", "1"), ("exl3", "--boundary", "coupled"),
+                ("exl3", "--limit", "inf"), ("npk1", "--codebook", "mcg")):
+            with self.subTest(f"{option} {value}"):
                 done = self.kiln("encode", self.at("real"), "-o",
                                  self.at("encoded"), "--format", form, option,
                                  value, code=2)

@@ -263,6 +263,10 @@ class LinearTest(CliTest):
         self.refuse(REFUSED, "fused_moe only", "linear [256, 128]", args=[
             "bench", self.bundle, "--compare", "torch", "--entry", "q_proj",
             "--allow-unqualified"])
+        self.refuse(USAGE, "--max-capacity is 16", 'for entry "o_proj"',
+                    "is 17 tokens", args=[
+                        "bench", self.bundle, "--entry", "o_proj",
+                        "--max-capacity", "16", "--allow-unqualified"])
 
     def test_explain_replay_and_report_know_it(self):
         result = kiln("--json", "explain", self.manifest, *CPU, "--entry",
@@ -733,6 +737,49 @@ class UsageTest(CliTest):
             with self.subTest(" ".join(str(arg) for arg in args)):
                 self.refuse(USAGE, *words, args=args)
 
+    @need_cc_cpu
+    def test_numbers_are_decimal_with_leading_zeros_too(self):
+        def planned(*args):
+            result = kiln("--json", "plan", SMALL, "--target", "cpu", *args)
+            self.assertEqual(result.code, DONE, result)
+            return [len(interval["candidates"])
+                    for interval in result.json()["intervals"]]
+        self.assertEqual(planned("--max-candidates", "010"), [10] * 3)
+        self.assertEqual(planned("--max-candidates", "3", "--device", "08,1"),
+                         [3] * 3)
+        self.assertEqual(planned("--max-candidates", "3", "--max-capacity",
+                                 "0004"), [3] * 2)
+        self.refuse(REFUSED, "exceeds the limit of 10", args=[
+            "plan", SMALL, "--target", "cpu", "--max-arena", "010"])
+        self.refuse(REFUSED, "exceeds the limit of 1024", args=[
+            "plan", SMALL, "--target", "cpu", "--max-arena", "01KiB"])
+        for size in ("4 KiB", "4k", "4KB", "4Ki", "4096b", "4096"):
+            self.refuse(REFUSED, "exceeds the limit of 4096", args=[
+                "plan", SMALL, "--target", "cpu", "--max-arena", size])
+        for option in ("--max-candidates", "--max-capacity", "--max-arena",
+                       "--device"):
+            for value in ("0x4", "1_0", "1'0", "+1", " 1", "0b1", "0o1", "1.0"):
+                with self.subTest(f"{option} {value}"):
+                    self.refuse(USAGE, option, f'"{value}"', args=[
+                        "plan", SMALL, "--target", "cpu", option, value])
+
+    def test_what_would_be_passed_over_is_refused(self):
+        gc = ["cache", "gc", "--max-age", "1"]
+        for option, needed, args in (
+                *((words[0], "--manifest", [*gc, *words]) for words in (
+                    ["--max-arena", "1MiB"], ["--target", "cpu"],
+                    ["--max-candidates", "1"], ["--max-capacity", "1"],
+                    ["--exhaustive"], ["--warm-l2"], ["--device", "1"],
+                    ["--keep-numerics", "x"], ["--package", "x"],
+                    ["--compile-only"])),
+                ("--signature", "--key", ["verify", "x.kiln", "--signature",
+                                          "x"]),
+                ("--python", "--compare", ["bench", "x.kiln", "--python", "p"]),
+                ("--output", "file", ["sign", "--new-key", "--key", "k", "-o",
+                                      "s"])):
+            with self.subTest(option):
+                self.refuse(USAGE, f"{option} requires", needed, args=args)
+
     def test_an_empty_value_is_never_the_default(self):
         # As where a script's variable is unset; all of these mean something
         # else when they are left out, or another place.
@@ -806,6 +853,40 @@ class UsageTest(CliTest):
 
 
 class MissingThingsTest(CliTest):
+
+    def test_links_in_a_circle_are_bad_input_everywhere(self):
+        loop = SCRATCH / "loop"
+        loop.symlink_to(loop)
+        plan = ["plan", SMALL, "--target", "cpu"]
+        for args in (["plan", loop, "--target", "cpu"],
+                     [*plan, "--package", loop], [*plan, "--keep-numerics", loop],
+                     ["--cc-cpu", loop, *plan],
+                     ["describe", loop], ["package", "check", loop],
+                     ["prepare", loop, "-o", SCRATCH / "out", "--layer", "0"],
+                     ["encode", loop, "-o", SCRATCH / "out"],
+                     ["verify", loop], ["inspect", loop], ["diff", loop, loop],
+                     ["bench", loop], ["sign", loop, "--key", "k"],
+                     ["run", loop, "--entry", "moe", "--tokens", "1"]):
+            with self.subTest(" ".join(map(str, args))):
+                self.refuse(USAGE, str(loop), args=args)
+        for args in (["cache", "stats"], ["prewarm", SMALL, "--target", "cpu"]):
+            self.refuse(USAGE, str(loop), args=args, cache="loop")
+        # So are names that no file can have.
+        self.refuse(USAGE, "x" * 80, args=["verify", "x" * 300])
+        self.refuse(USAGE, "x" * 300, args=["plan", "x" * 300, "--target", "cpu"])
+
+    def test_files_that_are_too_large_are_bad_input(self):
+        folder = SCRATCH / "large"
+        folder.mkdir()
+        for name in ("package.json", "config.json", "model.json"):
+            with open(folder / name, "wb") as out:
+                out.truncate(1 << 30)
+        for args in (["package", "check", folder], ["package", "pin", folder],
+                     ["describe", folder],
+                     ["plan", folder / "model.json", "--target", "cpu"],
+                     ["plan", SMALL, "--target", "cpu", "--package", folder]):
+            with self.subTest(" ".join(map(str, args))):
+                self.refuse(USAGE, "has 1073741824 bytes, at most", args=args)
 
     def test_missing_nvrtc_is_one_clear_error(self):
         file = SCRATCH / "no_nvrtc.kiln"
@@ -1123,6 +1204,54 @@ class CareTest(CliTest):
         self.assertEqual(words.code, INCOMPLETE, words)
         self.assertIn("candidates/limit", words.out)
 
+    def test_candidates_that_all_failed_are_told_and_not_to_prewarm_again(self):
+        # No launch of it is over in a millisecond.
+        large = write("slow.json", changed(hidden=4096, intermediate=2048,
+                                           capacities=[256]))
+        done = kiln("--json", "prewarm", large, *CPU, "--launch-timeout",
+                    "0.001", cache="slow")
+        self.assertEqual(done.code, INCOMPLETE, done)
+        words = ["moe m 1..256", "its only candidate was rejected", "at race: ",
+                 "longer than 0.001 s", "kiln cache gc"]
+        frozen = self.refuse(INCOMPLETE, *words, "kiln explain", args=[
+            "freeze", large, *CPU, "-o", SCRATCH / "slow.kiln"], cache="slow")
+        self.assertNotIn("same manifest", frozen.err)
+        self.refuse(INCOMPLETE, "1 of 1", *words, args=[
+            "cache", "export", large, *CPU, "-o", SCRATCH / "slow.kilncache"],
+                    cache="slow")
+        explain = ["explain", large, *CPU, "--entry", "moe", "--tokens", "1"]
+        result = kiln("--json", *explain, cache="slow")
+        self.assertEqual(result.code, INCOMPLETE, result)
+        (interval,) = result.json()["intervals"]
+        self.assertEqual(interval["competing"], 1)
+        (rejected,) = interval["rejected"]
+        self.assertEqual(rejected["stage"], "race")
+        self.assertIn("longer than 0.001 s", rejected["reason"])
+        self.assertIn(rejected["label"], interval["advice"])
+        text = kiln(*explain, cache="slow")
+        self.assertEqual(text.code, INCOMPLETE, text)
+        self.assertIn("1 of 1 candidates were rejected", text.out)
+        self.assertIn("its only candidate was rejected", text.out)
+        self.assertNotIn("same manifest", text.out)
+
+    def test_plans_of_before_a_measurement_are_told(self):
+        shutil.copytree(SCRATCH / "cache", SCRATCH / "measured")
+        measured = kiln("doctor", "--measure", "--target", "cpu",
+                        cache="measured")
+        self.assertEqual(measured.code, DONE, measured)
+        self.assertIn("plans that were made before no longer answer",
+                      measured.out)
+        words = ["before kiln doctor --measure found this device's balance",
+                 "run kiln prewarm again"]
+        self.refuse(INCOMPLETE, "moe m 1..1", *words, "kiln explain", args=[
+            *FREEZE, "-o", SCRATCH / "measured.kiln"], cache="measured")
+        self.assertFalse((SCRATCH / "measured.kiln").exists())
+        text = kiln("explain", SMALL, *CPU, "--entry", "moe", "--tokens", "1",
+                    cache="measured")
+        self.assertEqual(text.code, INCOMPLETE, text)
+        for word in (*words, "candidates/balance  (empty)"):
+            self.assertIn(word, text.out)
+
     def test_explain_refuses_what_the_manifest_lacks(self):
         self.refuse(USAGE, '"nope"', "moe", args=[
             "explain", SMALL, *CPU, "--entry", "nope", "--tokens", "1"])
@@ -1159,6 +1288,23 @@ class CareTest(CliTest):
         self.refuse(USAGE, "fraction", args=[
             "freeze", SMALL, *CPU, "--regret-cap", "-1", "-o", file])
 
+    def test_curves_of_other_limits_are_told_apart(self):
+        shutil.copytree(SCRATCH / "cache", SCRATCH / "limits")
+        alone = kiln("replay", cache="limits")
+        self.assertNotIn("candidates/limit", alone.out)
+        more = kiln("prewarm", SMALL, "--target", "cpu", "--max-candidates",
+                    "2", "--budget", "0.05", cache="limits")
+        self.assertEqual(more.code, DONE, more)
+        replayed = kiln("replay", cache="limits")
+        page = SCRATCH / "limits.html"
+        self.assertEqual(kiln("report", "-o", page, cache="limits").code, DONE)
+        for limit in (1, 2):
+            self.assertIn(f"bf16 i32, candidates/limit {limit}\n", replayed.out)
+            self.assertIn(f"<p>candidates/limit {limit}</p>", page.read_text())
+        curves = kiln("--json", "replay", cache="limits").json()["curves"]
+        self.assertEqual({curve["apart_by"] for curve in curves},
+                         {"candidates/limit 1", "candidates/limit 2"})
+
     def test_bench_prints_times_and_rates(self):
         result = kiln("--json", "bench", self.bundle, "--blocks", "3",
                       "--max-capacity", "4", "--allow-unqualified",
@@ -1184,8 +1330,12 @@ class CareTest(CliTest):
         self.assertRegex(words.out, r"noise +MHz +floor")
         self.refuse(USAGE, "must be torch", args=[
             "bench", self.bundle, "--compare", "cublas"])
-        self.refuse(USAGE, '"nope"', args=[
-            "bench", self.bundle, "--allow-unqualified", "--entry", "nope"])
+        for more in ([], ["--max-capacity", "4"]):
+            nope = self.refuse(
+                USAGE, 'no entry "nope" for cpu-x86-64-v', "it has moe",
+                args=["bench", self.bundle, "--allow-unqualified", "--entry",
+                      "nope", *more])
+            self.assertNotIn("tokens", nope.err)
 
     def test_bench_compares_with_torch_or_says_why_not(self):
         args = ["--json", "bench", self.bundle, "--blocks", "2",
@@ -1279,6 +1429,24 @@ class CareTest(CliTest):
         self.assertEqual(result.code, DONE, result)
         self.assertIn("The cache has no measured plans.", page.read_text())
         self.assertFalse((SCRATCH / "never made").exists())
+
+    def test_no_output_replaces_what_is_read(self):
+        shutil.copytree(SCRATCH / "cache", SCRATCH / "inputs")
+        model = write("inputs.json", manifest())
+        index = SCRATCH / "inputs" / "index.db"
+        link = SCRATCH / "inputs.link"
+        link.symlink_to(index)
+        before = index.read_bytes()
+        for args in (["freeze", model, *CPU, "--allow-unqualified", "-o", index],
+                     ["freeze", model, *CPU, "--allow-unqualified", "-o", link],
+                     ["freeze", model, *CPU, "--allow-unqualified", "-o", model],
+                     ["report", "-o", index], ["report", "-o", link],
+                     ["cache", "export", model, *CPU, "-o", index],
+                     ["cache", "export", model, *CPU, "-o", model]):
+            with self.subTest(" ".join(map(str, args))):
+                self.refuse(USAGE, "replace", args=args, cache="inputs")
+        self.assertEqual(index.read_bytes(), before)
+        self.assertEqual(json.loads(model.read_text()), manifest())
 
     def test_report_refuses_bad_targets_and_folders(self):
         self.refuse(USAGE, "sm_9", args=[
@@ -1384,6 +1552,15 @@ class CareTest(CliTest):
     def test_looking_for_a_cache_makes_none(self):
         for command in self.looks():
             kiln(*command, cache="never made")
+            self.assertFalse((SCRATCH / "never made").exists(), command)
+
+    def test_what_is_refused_makes_no_cache(self):
+        for code, command in (
+                (INCOMPLETE, [*FREEZE, "-o", SCRATCH / "never made.kiln"]),
+                (USAGE, ["--cc-cpu", "/nonexistent/cc", "prewarm", SMALL, *CPU]),
+                (USAGE, ["--cc-cpu", "/nonexistent/cc", "doctor", "--measure",
+                         "--target", "cpu"])):
+            self.refuse(code, args=command, cache="never made")
             self.assertFalse((SCRATCH / "never made").exists(), command)
 
     def test_a_merge_with_a_missing_source_takes_none(self):

@@ -1,5 +1,6 @@
 #include "tuner/ceilings.h"
 
+#include <cmath>
 #include <set>
 #include <string>
 
@@ -84,6 +85,57 @@ TEST(CeilingsTest, TheBalanceMovesWithRatiosAndNotWithNoise) {
   EXPECT_EQ(other.Balance(), "decode 4 mma 24");
   EXPECT_EQ(Ceilings().Balance(), "");
   EXPECT_EQ(Ceilings().Rounded(), Ceilings());
+}
+
+TEST(CeilingsTest, AMeasurementWithinAStepKeepsTheBalance) {
+  // Decoding lies 1 % below where two steps meet.
+  Ceilings before = Sample();
+  before.read_bytes_per_s = 5e12 / std::exp2(0.5 / 3) * 1.01;
+  before.mma_flops_per_s = 500e12;
+  Ceilings now = before;
+  now.read_bytes_per_s /= 1.02;
+  ASSERT_NE(now.Balance(), before.Balance());
+  now.KeepBalanceOf(before);
+  EXPECT_EQ(now.Balance(), before.Balance());
+  EXPECT_EQ(now.Rounded(), before.Rounded());
+  EXPECT_THAT(CeilingsFromJson(CeilingsToJson(now)), IsOkAndHolds(now));
+  // What was kept is kept again, and does not wander.
+  Ceilings later = before;
+  later.read_bytes_per_s /= 1.1;
+  later.KeepBalanceOf(now);
+  EXPECT_EQ(later.Balance(), before.Balance());
+  Ceilings moved = before;
+  moved.read_bytes_per_s /= 1.3;
+  const std::string balance = moved.Balance();
+  moved.KeepBalanceOf(later);
+  EXPECT_EQ(moved.Balance(), balance) << "more than a step";
+  Ceilings first = Sample();
+  first.KeepBalanceOf(Ceilings());
+  EXPECT_EQ(first, Sample());
+  Ceilings nothing;
+  nothing.KeepBalanceOf(Sample());
+  EXPECT_EQ(nothing.Balance(), "");
+}
+
+TEST(CeilingsTest, ABalanceOfOneHasNoSign) {
+  Ceilings above = Sample();
+  above.read_bytes_per_s = 5e12 / 1.01;
+  Ceilings below = Sample();
+  below.read_bytes_per_s = 5e12 * 1.01;
+  EXPECT_EQ(above.Balance(), "decode 0 mma 20");
+  EXPECT_EQ(below.Balance(), "decode 0 mma 20");
+}
+
+TEST(CeilingsTest, RefusesAKeptBalanceThatItCouldNotHaveWritten) {
+  Ceilings kept = Sample();
+  kept.kept_balance = {.decode = -2, .mma = 21};
+  const std::string good = CeilingsToJson(kept);
+  EXPECT_THAT(CeilingsFromJson(good), IsOkAndHolds(kept));
+  for (const char* bad : {"-2.5", "\"x\"", "1e9", "null"}) {
+    EXPECT_THAT(CeilingsFromJson(absl::StrReplaceAll(good, {{"-2.0", bad}})),
+                StatusIs(absl::StatusCode::kDataLoss))
+        << bad;
+  }
 }
 
 TEST(CeilingsTest, TheNearestMeasuredRateStandsIn) {

@@ -24,6 +24,7 @@
 #include "compiler/bundle_writer.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "templates/registry.h"
 #include "tests/support/golden.h"
 #include "tests/support/status_matchers.h"
 #include "tests/tuner/cpu_programs.h"
@@ -305,6 +306,8 @@ TEST_F(PrewarmTest, FreezingTwiceGivesTheSameBytes) {
   EXPECT_THAT(BundleRoot(first.bytes), testing::IsOkAndHolds(first.root));
   EXPECT_EQ(first.entries, 2u);
   EXPECT_EQ(first.plans, 2u);
+  // Two entries share each plan.
+  EXPECT_EQ(first.golden, 2u);
   EXPECT_EQ(first.predicted, 0u);
   EXPECT_GE(first.programs, 1u);
 }
@@ -344,6 +347,24 @@ TEST_F(PrewarmTest, FreezeRefusesATemplateWithoutAQualification) {
                        AllOf(HasSubstr("template fused_moe.cpu"),
                              HasSubstr("no qualification for cpu-x86-64-v"),
                              HasSubstr("--allow-unqualified"))));
+  // One that passed another suite has passed nothing here, and is told so.
+  const KernelTemplate* const from = FindTemplate("fused_moe.cpu");
+  ASSERT_NE(from, nullptr);
+  QualificationReceipt receipt;
+  receipt.target = SmallOptions().targets[0];
+  receipt.templates = {
+      {std::string(from->name()), from->version(), from->sources()}};
+  receipt.suite = {.name = "mine.json", .content = Sha256("mine")};
+  policy.receipts = {receipt};
+  EXPECT_THAT(Freeze(SmallManifest(kManifest), SmallOptions(), policy, &*cache),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       AllOf(HasSubstr("suite mine.json"),
+                             HasSubstr(Sha256("mine").ToHex()),
+                             HasSubstr(TreeSuite().content.ToHex()),
+                             HasSubstr("--allow-unqualified"))));
+  policy.receipts[0].suite->content = TreeSuite().content;
+  EXPECT_OK(Freeze(SmallManifest(kManifest), SmallOptions(), policy, &*cache));
+  policy.receipts.clear();
   policy.allow_unqualified = true;
   ASSERT_OK_AND_ASSIGN(
       const FreezeResult allowed,

@@ -52,6 +52,35 @@ TEST(QualificationTest, AReceiptQualifiesExactlyWhatItNames) {
   EXPECT_FALSE(IsQualified(other, sm_90a, {receipt}));
 }
 
+// A receipt of another suite is none of the tree's, whatever it names.
+TEST(QualificationTest, AReceiptOfAnotherSuiteQualifiesNothing) {
+  const Target sm_90a = ParseTarget("sm_90a").value();
+  const auto with = [](const std::string& suite) {
+    return ParseReceipt(
+        absl::StrReplaceAll(
+            kReceipt, {{"\"not_covered\"", absl::StrCat("\"suite\": ", suite,
+                                                        ", \"not_covered\"")}}),
+        "r.json");
+  };
+  EXPECT_EQ(TreeSuite().name, "suite.v1.json");
+  const std::string tree = TreeSuite().content.ToHex();
+  const std::string other = Sha256("another suite").ToHex();
+  ASSERT_OK_AND_ASSIGN(
+      const QualificationReceipt same,
+      with(absl::StrCat(R"({"name": "copy.json", "sha256": ")", tree, "\"}")));
+  EXPECT_TRUE(IsQualified(Identity(), sm_90a, {same}));
+  ASSERT_OK_AND_ASSIGN(
+      const QualificationReceipt another,
+      with(absl::StrCat(R"({"name": "suite.v1.json", "sha256": ")", other,
+                        "\"}")));
+  EXPECT_FALSE(IsQualified(Identity(), sm_90a, {another}));
+  EXPECT_TRUE(IsQualified(Identity(), sm_90a, {another, same}));
+  for (const char* bad :
+       {"3", "{}", R"({"name": "x"})", R"({"name": "x", "sha256": "00"})"}) {
+    EXPECT_THAT(with(bad), StatusIs(absl::StatusCode::kInvalidArgument)) << bad;
+  }
+}
+
 TEST(QualificationTest, MalformedReceiptsAreRefused) {
   const struct {
     const char* from;
@@ -95,7 +124,8 @@ TEST(QualificationTest, EveryReceiptOfTheTreeIsWhole) {
       const KernelTemplate* from = FindTemplate(identity.name);
       ASSERT_NE(from, nullptr) << name << ": " << identity.name;
       const bool holds = from->version() == identity.version &&
-                         from->sources() == identity.sources;
+                         from->sources() == identity.sources &&
+                         IsOfTreeSuite(receipt);
       std::printf("%s %s: %s\n", receipt.target.ToString().c_str(),
                   identity.name.c_str(),
                   holds ? "qualified" : "STALE, run tools/qualify.py");

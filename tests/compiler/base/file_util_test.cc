@@ -48,7 +48,7 @@ TEST(ReadFileTest, RefusesMoreThanTheLimit) {
   ASSERT_OK(WriteFileAtomically(path, "12345"));
   EXPECT_THAT(
       ReadFile(path, 4),
-      StatusIs(absl::StatusCode::kResourceExhausted,
+      StatusIs(absl::StatusCode::kInvalidArgument,
                Eq(absl::StrCat(path, " has 5 bytes, at most 4 are accepted"))));
 }
 
@@ -232,6 +232,8 @@ TEST(ErrnoStatusTest, ChoosesTheCodeByWhatTheCallerCanDo) {
       {EROFS, absl::StatusCode::kPermissionDenied},
       {ENOSPC, absl::StatusCode::kResourceExhausted},
       {EISDIR, absl::StatusCode::kInvalidArgument},
+      {ELOOP, absl::StatusCode::kInvalidArgument},
+      {ENAMETOOLONG, absl::StatusCode::kInvalidArgument},
       {EIO, absl::StatusCode::kUnavailable},
   };
   for (const auto& [value, code] : cases) {

@@ -192,12 +192,14 @@ std::vector<BadInput> BadInputs() {
        "m.json:11:4: duplicate key \"hidden\", first on line 9"},
       // Sizes.
       {"Row16ZeroHidden", "\"hidden\": 256", "\"hidden\": 0",
-       "m.json:9:14: \"hidden\" is 0, must be within 128..65536"},
+       "m.json:9:14: \"hidden\" is 0, must be within 128..65536 and a multiple "
+       "of 128 (the Hadamard block)"},
       {"NegativeHidden", "\"hidden\": 256", "\"hidden\": -256",
-       "m.json:9:14: \"hidden\" is -256, must be within 128..65536"},
+       "m.json:9:14: \"hidden\" is -256, must be within 128..65536 and a "
+       "multiple of 128 (the Hadamard block)"},
       {"HugeHidden", "\"hidden\": 256", "\"hidden\": 9223372036854775807",
        "m.json:9:14: \"hidden\" is 9223372036854775807, must be within "
-       "128..65536"},
+       "128..65536 and a multiple of 128 (the Hadamard block)"},
       {"HugerHidden", "\"hidden\": 256", "\"hidden\": 9223372036854775808",
        "m.json:9:14: number 9223372036854775808 is out of range"},
       {"HugestHidden", "\"hidden\": 256", "\"hidden\": 1e300",
@@ -206,9 +208,11 @@ std::vector<BadInput> BadInputs() {
        "m.json:9:14: \"hidden\" is 192, must be a multiple of 128 (the "
        "Hadamard block)"},
       {"ZeroIntermediate", "\"intermediate\": 128", "\"intermediate\": 0",
-       "m.json:10:20: \"intermediate\" is 0, must be within 128..262144"},
+       "m.json:10:20: \"intermediate\" is 0, must be within 128..262144 and a "
+       "multiple of 128 (the Hadamard block)"},
       {"HugeIntermediate", "\"intermediate\": 128", "\"intermediate\": 262272",
-       "m.json:10:20: \"intermediate\" is 262272, must be within 128..262144"},
+       "m.json:10:20: \"intermediate\" is 262272, must be within 128..262144 "
+       "and a multiple of 128 (the Hadamard block)"},
       {"Row36RaggedIntermediate", "\"intermediate\": 128",
        "\"intermediate\": 129",
        "m.json:10:20: \"intermediate\" is 129, must be a multiple of 128 (the "
@@ -428,10 +432,11 @@ std::vector<BadInput> BadLinearInputs() {
       {"MissingOutFeatures", "   \"out_features\": 128,\n", "",
        "m.json:4:15: request lacks the key \"out_features\""},
       {"ZeroInFeatures", "\"in_features\": 256", "\"in_features\": 0",
-       "m.json:8:19: \"in_features\" is 0, must be within 128..1048576"},
+       "m.json:8:19: \"in_features\" is 0, must be within 128..1048576 and a "
+       "multiple of 128 (the Hadamard block)"},
       {"HugeOutFeatures", "\"out_features\": 128", "\"out_features\": 1048704",
        "m.json:9:20: \"out_features\" is 1048704, must be within "
-       "128..1048576"},
+       "128..1048576 and a multiple of 128 (the Hadamard block)"},
       {"Row23RaggedInFeatures", "\"in_features\": 256", "\"in_features\": 192",
        "m.json:8:19: \"in_features\" is 192, must be a multiple of 128 (the "
        "Hadamard block)"},
@@ -701,6 +706,13 @@ std::vector<BadInput> BadMxInputs() {
       {"HiddenBesideTheBlock", "\"hidden\": 1024", "\"hidden\": 640",
        "m.json:8:14: \"hidden\" is 640, must be a multiple of 512 (the coupled "
        "Hadamard block of trellis_mx)"},
+      // Whoever takes the next multiple of 128 would be told of 512 then.
+      {"HiddenBesideEveryBlock", "\"hidden\": 1024", "\"hidden\": 600",
+       "m.json:8:14: \"hidden\" is 600, must be a multiple of 512 (the coupled "
+       "Hadamard block of trellis_mx)"},
+      {"HiddenBelowTheBlock", "\"hidden\": 1024", "\"hidden\": 128",
+       "m.json:8:14: \"hidden\" is 128, must be within 512..65536 and a "
+       "multiple of 512 (the coupled Hadamard block of trellis_mx)"},
       {"IntermediateBesideTheBlock", "\"intermediate\": 128",
        "\"intermediate\": 160",
        "m.json:9:20: \"intermediate\" is 160, must be a multiple of 128 (the "
@@ -888,6 +900,10 @@ std::vector<BadInput> BadQsrtInputs() {
       {"UnknownActivation", "\"per_expert\"", "\"gelu\"",
        "m.json:12:18: \"activation\" is \"gelu\", must be one of \"silu\", "
        "\"situ\", \"per_expert\""},
+      {"ChannelsBesidePairs", "\"intermediate\": 256", "\"intermediate\": 300",
+       "m.json:9:20: \"intermediate\" is 300, must be 256 (one pair of records "
+       "of qsrt; a layer with more channels is several parts, whose outputs "
+       "add up)"},
       {"TwoPairsOfRecords", "\"intermediate\": 256", "\"intermediate\": 512",
        "m.json:9:20: \"intermediate\" is 512, must be 256 (one pair of records "
        "of qsrt; a layer with more channels is several parts, whose outputs "

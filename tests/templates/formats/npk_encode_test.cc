@@ -28,6 +28,7 @@ using ::kiln::testing::StatusIs;
 using ::kiln::testing::TestFolder;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 NpkMetadata Layer(NpkBoundary boundary, int bits) {
   NpkMetadata metadata;
@@ -146,7 +147,17 @@ TEST(NpkEncodeFilesTest, RefusesWhatRulesForbid) {
   metadata.hidden = 384;
   EXPECT_THAT(Encode(metadata, folder),
               StatusIs(StatusCode::kInvalidArgument,
-                       HasSubstr("rule V6: hidden is 384")));
+                       AllOf(HasSubstr("rule V6: hidden is 384"),
+                             HasSubstr("512 unless the boundary is identity"),
+                             Not(HasSubstr("V7")))));
+  // All at once: who changes one number should not be told of another then.
+  metadata.world_size = 3;
+  EXPECT_THAT(
+      Encode(metadata, folder),
+      StatusIs(StatusCode::kInvalidArgument,
+               AllOf(HasSubstr("rule V6: hidden is 384"),
+                     HasSubstr("rule V7: intermediate_global is 256"),
+                     HasSubstr("each of 3 ranks; possible with --tp: 1, 2"))));
   metadata.hidden = 512;
   metadata.world_size = 4;
   EXPECT_THAT(Encode(metadata, folder),
