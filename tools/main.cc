@@ -371,8 +371,9 @@ int Run(int argc, char** argv) {
   kiln::ExplainCommand explain;
   CLI::App* verb_explain = app.add_subcommand(
       "explain",
-      "Why a plan won and what each rival lost by; on a miss, the fields that "
-      "keep the nearest plan from applying");
+      "Why a plan won and what each rival lost by; on a miss, how its "
+      "candidates failed, or the fields that keep the nearest plan from "
+      "applying");
   AddPlanning(verb_explain, &explain.planning);
   verb_explain->add_option("--entry", explain.entry, "Entry, a request's name")
       ->type_name("NAME")
