@@ -7,6 +7,7 @@ namespace {
 constexpr char kCuda[] = "fused_moe/cuda.cu";
 constexpr char kFragment[] = "device/fragment.h";
 constexpr char kGrouped[] = "cuda/grouped.h";
+constexpr char kAffine[] = "cuda/mul1_affine.h";
 
 constexpr MutationRule kRules[] = {
     // Barriers and the copy pipeline: only a device shows these.
@@ -49,6 +50,10 @@ constexpr MutationRule kRules[] = {
     {kBound, kCuda, "ComputeStage", ">= rows", "+ 16 >= rows"},
     {kBound, kGrouped, "LoadProducts", " < slices", " + 1 < slices"},
     {kBound, kCuda, "Multiply", "stage < end", "stage + 1 < end"},
+    {kBound, kCuda, "ApplyAffine", "w < kWarps", "w + 1 < kWarps"},
+    {kBound, kCuda, "ApplyAffine", "lane < 4", "lane < 3"},
+    {kIndex, kCuda, "ComputeStage", "step % kWarps == turn",
+     "step % kWarps == turn && step != 0"},
     {kBound, kCuda, "Multiply", "+ kStages - 1 < end", "+ kStages < end"},
     {kIndex, kGrouped, "PlaceSegment", "(1u << lane) - 1", "(2u << lane) - 1"},
     {kIndex, kGrouped, "WarpScan", "lane >= step", "lane > step"},
@@ -223,6 +228,9 @@ constexpr MutationRule kRules[] = {
     {kCodebook, kTrellis, "", "0x3B603B60u", "0x3B603B61u"},
     {kCodebook, kTrellis, "", "kMul1Scale = 0x1EEE", "kMul1Scale = 0x1EEF"},
     {kCodebook, kTrellis, "", "0xC931", "0xC930"},
+    {kCodebook, kAffine, "", "887.0f", "886.0f"},
+    {kCodebook, kAffine, "", "-10.3828125f", "-10.375f"},
+    {kCodebook, kAffine, "DecodeBiased", "x[4], x[5]", "x[5], x[4]"},
     {kCodebook, kFragment, "FindLaneSpan", "8u * K * (lane + 1)",
      "8u * K * lane + 8u"},
     {kCodebook, kFragment, "SpanState", "(7 - kIndex)", "(7 - kIndex / 2)"},

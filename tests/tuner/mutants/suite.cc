@@ -329,13 +329,10 @@ absl::StatusOr<MutantSuite> CudaSuite(const std::string& target_name) {
   suite.excuses = CudaExcuses();
   const auto axes = [](int64_t tokens, int64_t channels, int64_t stages,
                        int64_t split1, int64_t split2) {
-    return Assignment{{"channels_tile", channels},
-                      {"k_tile", 64},
-                      {"split_fc1", split1},
-                      {"split_fc2", split2},
-                      {"stages", stages},
-                      {"tokens_tile", tokens},
-                      {"warps", 4}};
+    return Assignment{{"channels_tile", channels}, {"k_tile", 64},
+                      {"split_fc1", split1},       {"split_fc2", split2},
+                      {"stages", stages},          {"sum", 0},
+                      {"tokens_tile", tokens},     {"warps", 4}};
   };
   suite.requests.push_back({"narrow", moe,
                             Geometry(640, 384, 5, 3, Codebook::kMcg,
@@ -349,6 +346,13 @@ absl::StatusOr<MutantSuite> CudaSuite(const std::string& target_name) {
                             Geometry(512, 256, 9, 4, Codebook::kMul1,
                                      {.gate = 8, .up = 8, .down = 2}),
                             axes(16, 64, 4, 1, 2), 300});
+  // Weights before their affine map.
+  Assignment biased = axes(8, 128, 2, 2, 1);
+  biased["sum"] = 3;
+  suite.requests.push_back({"biased", moe,
+                            Shared(Geometry(512, 384, 6, 3, Codebook::kMul1,
+                                            {.gate = 4, .up = 3, .down = 4})),
+                            biased, 23});
   const auto real = [](int64_t hidden, int64_t inter, int64_t experts,
                        int64_t top_k, int bits) {
     return Geometry(hidden, inter, experts, top_k, Codebook::kMcg,
