@@ -28,7 +28,7 @@ __device__ __forceinline__ u32 Thread() {
   return blockIdx.x * blockDim.x + threadIdx.x;
 }
 
-// ---- decoders: the lane's eight weights in the order of the stream ----------
+// ---- decoders: the lane's eight weights in the order of the stream ---------
 
 __device__ __forceinline__ void Unpack(const u32 a[4], u32 out[8]) {
   const u32 pairs[4] = {a[0], a[2], a[1], a[3]};
@@ -86,7 +86,8 @@ struct SqgByRank {
     kd::DecodeSqgFragment<K>(
         bits,
         [](u32 offset) -> u32 {
-          return kBfloat ? kBfloats.value[offset / 2] : kHalves.value[offset / 2];
+          return kBfloat ? kBfloats.value[offset / 2]
+                         : kHalves.value[offset / 2];
         },
         a);
     Unpack(a, out);
@@ -152,12 +153,12 @@ __device__ void DecodeTile(const u32* tile, u16* out) {
   for (u32 i = 0; i < 8; ++i) out[8 * lane + i] = static_cast<u16>(weights[i]);
 }
 
-#define DECODER(name, K, ...)                                             \
-  extern "C" __global__ void states_##name##_##K(u16* out) {              \
-    DecodeStates<__VA_ARGS__, K>(out);                                    \
-  }                                                                       \
+#define DECODER(name, K, ...)                                               \
+  extern "C" __global__ void states_##name##_##K(u16* out) {                \
+    DecodeStates<__VA_ARGS__, K>(out);                                      \
+  }                                                                         \
   extern "C" __global__ void tile_##name##_##K(const u32* tile, u16* out) { \
-    DecodeTile<__VA_ARGS__, K>(tile, out);                                \
+    DecodeTile<__VA_ARGS__, K>(tile, out);                                  \
   }
 
 #define DECODERS_2_TO_4(name, ...) \
@@ -187,7 +188,7 @@ DECODERS_2_TO_4(sqg_codes, SqgCodes)
 DECODERS_2_TO_4(sqg_look_up_half, SqgByState<false>)
 DECODERS_2_TO_4(sqg_look_up_bfloat, SqgByState<true>)
 
-// ---- MXFP8 -------------------------------------------------------------------
+// ---- MXFP8 -----------------------------------------------------------------
 
 // A lane has kOwn neighbours; scale and power are what each lane is given.
 template <u32 kOwn>
@@ -236,7 +237,7 @@ extern "C" __global__ void codes(float* values, u8* again, float* powers) {
   powers[code] = kd::Ue8m0ToFloat(code);
 }
 
-// ---- Hadamard transforms: one warp, 512 numbers --------------------------------
+// ---- Hadamard transforms: one warp, 512 numbers ----------------------------
 
 template <class Transform>
 __device__ void InAWarp(const float* x, float* y, Transform transform) {
@@ -254,8 +255,7 @@ extern "C" __global__ void hadamard_128(const float* x, float* y) {
 }
 
 extern "C" __global__ void hadamard_512(const float* x, float* y) {
-  InAWarp(x, y,
-          [](float(&v)[16], u32 lane) { kd::WarpHadamard512(v, lane); });
+  InAWarp(x, y, [](float(&v)[16], u32 lane) { kd::WarpHadamard512(v, lane); });
 }
 )cuda";
 
