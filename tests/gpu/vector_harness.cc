@@ -247,8 +247,11 @@ Layer QsrtLayer(std::string name, testing::QsrtCall call,
 }
 
 // A file's one rate as the low record of its pair of rates.
-Layer SqgLayer(const std::string& name, const json& c, Recipe recipe) {
+//   pairs: of the request; P33 is of both
+Layer SqgLayer(const std::string& name, const json& c, Recipe recipe,
+               PairKinds pairs) {
   RequestGeometry g = QsrtGeometry(c.at("H"), c.at("E"), c.at("topk"), recipe);
+  g.qsrt.pairs = pairs;
   g.weights.shared_scales = c.at("shared_h_scales");
   g.activation =
       c.at("activation") == "situ" ? Activation::kSitu : Activation::kSilu;
@@ -264,7 +267,8 @@ Layer SqgLayer(const std::string& name, const json& c, Recipe recipe) {
                             bits == 2 ? 4 : 3, &call, &expected);
   if (::testing::Test::HasFailure()) Die(name + ": not the call's sizes");
   call.at(QsrtParam::kTopkIds) = Bytes(ExpertsOf(c));
-  return QsrtLayer(name, std::move(call), std::move(expected));
+  return QsrtLayer(name + " " + std::string(PairKindsName(pairs)),
+                   std::move(call), std::move(expected));
 }
 
 // An extent whose decoded matrices qsrt_vectors_test holds against the file,
@@ -404,7 +408,9 @@ std::vector<Layer> AllLayers() {
       layers.push_back(Exl3Layer(name, c, *exl3));
     } else if (codebook == "sqg_e4m3") {
       for (const Recipe recipe : {Recipe::kW4A16, Recipe::kW4A8}) {
-        layers.push_back(SqgLayer(name, c, recipe));
+        layers.push_back(SqgLayer(name, c, recipe, PairKinds::kP24P33));
+        if (c.at("K") != 3) continue;
+        layers.push_back(SqgLayer(name, c, recipe, PairKinds::kP33P43));
       }
     } else {
       Die(name + ": no kernel decodes " + codebook);
@@ -613,7 +619,7 @@ class LayerSuite {
                     layer.expected[r].what);
       errors += text;
     }
-    std::printf("%-40s %-22s %3zu points %5llu runs, worst%s%s\n",
+    std::printf("%-46s %-22s %3zu points %5llu runs, worst%s%s\n",
                 layer.name.c_str(), std::string(from->name()).c_str(),
                 points.size(), static_cast<unsigned long long>(runs),
                 errors.c_str(), failed == 0 ? "" : "  FAILED");
@@ -1079,7 +1085,7 @@ bool SelfCheck(const std::vector<Layer>& layers, bool quick) {
           }
         }
       }
-      std::printf("%-40s %-8s %4zu points, %4zu plans\n", layer.name.c_str(),
+      std::printf("%-46s %-8s %4zu points, %4zu plans\n", layer.name.c_str(),
                   arch, points, plans);
       if (points == 0 || plans < points) {
         std::printf("FAIL %s: too few plans for %s\n", layer.name.c_str(),
