@@ -286,8 +286,9 @@ inline std::string CompileCubin(
     Die("nvrtcCreateProgram failed");
   }
   const std::string architecture = "--gpu-architecture=" + arch;
-  const char* options[] = {architecture.c_str(), "--std=c++17"};
-  const int result = nvrtc.compile(program, 2, options);
+  // As Kiln compiles: see NvrtcFixedOptions.
+  const char* options[] = {architecture.c_str(), "--std=c++20", "--fmad=false"};
+  const int result = nvrtc.compile(program, 3, options);
   size_t bytes = 0;
   if (result != 0) {
     nvrtc.log_size(program, &bytes);

@@ -137,7 +137,6 @@ class Loaded {
 
   void Launch(size_t i, const DeviceData& d, Address arena, Address out, u32 m,
               Handle stream) const {
-    const Step& step = body_.steps[i];
     const Address slots[] = {d.x.address(),
                              d.ids->address(),
                              d.weights.address(),
@@ -149,12 +148,20 @@ class Loaded {
                              d.rotations.address(),
                              d.down_svh.address(),
                              out};
+    Launch(i, slots, arena, m, stream);
+  }
+
+  //   slots: of the parameter block, the output among them
+  void Launch(size_t i, std::span<const Address> slots, Address arena, u32 m,
+              Handle stream) const {
+    const Step& step = body_.steps[i];
     std::vector<u64> values(step.args.size());
     std::vector<void*> args;
     for (size_t a = 0; a < step.args.size(); ++a) {
       const Arg& arg = step.args[a];
       switch (arg.kind) {
         case ArgKind::kParam:
+          if (arg.value >= slots.size()) Die(step.entry + ": no such slot");
           values[a] = slots[arg.value];
           break;
         case ArgKind::kArena:
