@@ -445,14 +445,18 @@ kiln::Problem ProblemOf(const Layer& layer, uint32_t capacity,
   return problem;
 }
 
-// Templates that serve a layer on `arch`.
+// Templates that serve a layer on `arch`, with some candidate for as few tokens
+// as it has.
 std::vector<const KernelTemplate*> TemplatesOf(const Layer& layer,
                                                const std::string& arch) {
   std::vector<const KernelTemplate*> found;
-  const Target target = ProblemOf(layer, 1, arch).device.target;
+  const kiln::Problem problem = ProblemOf(layer, layer.tokens, arch);
   for (const KernelTemplate* from :
        TemplatesFor(layer.geometry, Backend::kCuda)) {
-    if (from->Supports(layer.geometry, target).ok()) found.push_back(from);
+    if (from->Supports(layer.geometry, problem.device.target).ok() &&
+        from->Enumerate(problem, 1).legal != 0) {
+      found.push_back(from);
+    }
   }
   return found;
 }

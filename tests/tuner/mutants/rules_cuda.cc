@@ -276,6 +276,9 @@ constexpr MutationRule kRules[] = {
 constexpr Excuse kExcuses[] = {
     {kGrouped, "WriteTiles", " < ", "", "tile.rows = left < share",
      "the smaller of two numbers, whichever is named when they are equal"},
+    {kGrouped, "ForItems", " < ", "", "for (u32 item = first;",
+     "the first item is checked before, and there is a second one only beyond "
+     "8448 blocks of 128 channels"},
     {kGrouped, "ForItems", " < ", "", "if (item + stride < items)",
      "reads an item behind the last and drops it; compute-sanitizer sees the "
      "read"},
