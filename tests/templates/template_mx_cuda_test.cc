@@ -230,8 +230,8 @@ TEST(FusedMoeMxCudaTemplateTest, StepsCoverEveryRowChannelAndRoute) {
           return body.steps[step].grid[dim].Evaluate(m);
         };
         const uint64_t tiles = FusedMoeTilesMax(problem.geometry, tile, m);
-        // A block that sorts, then eight chunks of 512 channels per block.
-        ASSERT_EQ(grid(0, 0), 1 + (m * 2 + 7) / 8);
+        // A block that sorts, then 32 chunks of 512 channels per block.
+        ASSERT_EQ(grid(0, 0), 1 + (m * 2 + 31) / 32);
         ASSERT_GE(grid(1, 0) * channels, tiles * 2 * 384);
         ASSERT_EQ(grid(1, 1), static_cast<uint64_t>(point.at("split_fc1")));
         ASSERT_EQ(grid(2, 0), m * 4 * 3 / 4);  // four 128 blocks each

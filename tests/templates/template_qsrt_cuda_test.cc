@@ -446,10 +446,15 @@ TEST(FusedMoeQsrtCudaTemplateTest, WithCodesAndWithoutCompete) {
     const Problem problem = CodesProblem(c.target);
     SCOPED_TRACE(c.target.ToString());
     const std::vector<Assignment> few =
-        FusedMoeQsrtCudaTemplate()->Enumerate(problem, 4).points;
-    ASSERT_EQ(few.size(), 4u);
-    for (size_t i = 0; i < few.size(); ++i) {
-      EXPECT_NE(few[i].at("operand_codes"), few[i ^ 1].at("operand_codes"));
+        FusedMoeQsrtCudaTemplate()->Enumerate(problem, 6).points;
+    ASSERT_EQ(few.size(), 6u);
+    // Codes, and numbers by rank and by state, in turn.
+    for (size_t first : {0u, 3u}) {
+      std::set<std::pair<int64_t, int64_t>> ways;
+      for (size_t i = first; i < first + 3; ++i) {
+        ways.insert({few[i].at("operand_codes"), few[i].at("codewords")});
+      }
+      EXPECT_EQ(ways.size(), 3u);
     }
     for (const Assignment& point : SpaceOf(problem).points) {
       const PlanBody body = BodyOf(problem, point);
