@@ -51,7 +51,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/escaping.h"
 #include "compiler/spec/kernel_template.h"
 #include "device/half.h"
 #include "gtest/gtest.h"
@@ -71,6 +70,7 @@
 #include "tests/support/native_layer.h"
 #include "tests/templates/mx_call.h"
 #include "tests/templates/qsrt_call.h"
+#include "tests/templates/qsrt_vector_atoms.h"
 #include "tests/templates/test_data.h"
 
 namespace kiln::gpu {
@@ -274,44 +274,19 @@ Layer SqgLayer(const std::string& name, const json& c, Recipe recipe,
 // An extent whose decoded matrices qsrt_vectors_test holds against the file,
 // which has no activations: what it gives is that of the references.
 Layer AtomsLayer(const std::string& name, const json& e, Recipe recipe) {
-  std::string payload;
-  if (!absl::Base64Unescape(e.at("payload_base64").get<std::string>(),
-                            &payload)) {
-    Die(name + ": payload_base64 is none");
-  }
-  std::vector<int64_t> ids, codes;
+  const testing::QsrtVectorAtoms atoms(e);
+  if (!atoms.decoded()) Die(name + ": payload_base64 is none");
   std::vector<int32_t> fc1, fc2;
   for (const json& expert : e.at("experts")) {
-    ids.push_back(expert.at("expert_id"));
-    codes.push_back(expert.at("format_code"));
     fc1.push_back(expert.at("fc1_mode_P24"));
     fc2.push_back(expert.at("fc2_mode_P24"));
   }
-  const auto hidden = e.at("H").get<int64_t>();
-  // The file has no tables of the hidden side: ones.
-  const std::string table = Bytes(
-      std::vector<uint16_t>(static_cast<size_t>(hidden), uint16_t{0x3C00}));
-  const auto bytes = [](const std::string& text) {
-    return std::span<const uint8_t>(
-        reinterpret_cast<const uint8_t*>(text.data()), text.size());
-  };
-  QsrtExtent extent;
-  extent.hidden = hidden;
-  extent.atom_slots = e.at("atom_slots");
-  extent.experts_per_layer = e.at("experts_per_layer");
-  extent.rotation_multiplier = e.at("rotation_multiplier");
-  extent.layer = e.at("layer_index");
-  extent.first_slot = e.at("first_atom_slot");
-  extent.payload = bytes(payload);
-  extent.row_stride = ids.size() * e.at("atom_bundle_bytes").get<uint64_t>();
-  extent.expert_ids = ids;
-  extent.format_codes = codes;
-  extent.gate_suh = extent.up_suh = extent.down_svh = bytes(table);
-  const auto source = TrellisFromQsrt(extent);
+  const auto source = TrellisFromQsrt(atoms.extent());
   if (!source.ok()) Die(name + ": " + std::string(source.status().message()));
 
   RequestGeometry g =
-      QsrtGeometry(hidden, static_cast<int64_t>(ids.size()), 2, recipe);
+      QsrtGeometry(atoms.extent().hidden,
+                   static_cast<int64_t>(atoms.ids().size()), 2, recipe);
   g.weights.shared_scales = (*source)->layout().shared_scales;
   g.io_dtype = DType::kBf16;
   const QsrtWorkload workload(g, 11);

@@ -13,7 +13,6 @@
 #include <tuple>
 #include <vector>
 
-#include "absl/strings/escaping.h"
 #include "compiler/spec/kernel_template.h"
 #include "device/half.h"
 #include "gtest/gtest.h"
@@ -33,6 +32,7 @@
 #include "tests/templates/cpu_plan.h"
 #include "tests/templates/qsrt_call.h"
 #include "tests/templates/qsrt_cpu_variant.h"
+#include "tests/templates/qsrt_vector_atoms.h"
 #include "tests/templates/test_data.h"
 
 namespace kiln {
@@ -384,36 +384,10 @@ void ExpectRunsOn(TrellisSource* source, const std::string& prefix,
 TEST(QsrtCpuKernelTest, RunsOnAnExtentOfAtoms) {
   const json file = testing::ReadJson(VectorsFolder() / "qsrt_atoms_v1.json");
   const json& e = file.at("extent");
-  std::string payload;
-  ASSERT_TRUE(absl::Base64Unescape(e.at("payload_base64").get<std::string>(),
-                                   &payload));
-  std::vector<int64_t> ids, codes;
-  for (const json& expert : e.at("experts")) {
-    ids.push_back(expert.at("expert_id"));
-    codes.push_back(expert.at("format_code"));
-  }
-  std::string table;
-  for (int64_t i = 0; i < e.at("H").get<int64_t>(); ++i) {
-    table += std::string("\0\x3C", 2);
-  }
-  const auto bytes = [](const std::string& text) {
-    return std::span<const uint8_t>(
-        reinterpret_cast<const uint8_t*>(text.data()), text.size());
-  };
-  QsrtExtent extent;
-  extent.hidden = e.at("H");
-  extent.atom_slots = e.at("atom_slots");
-  extent.experts_per_layer = e.at("experts_per_layer");
-  extent.rotation_multiplier = e.at("rotation_multiplier");
-  extent.layer = e.at("layer_index");
-  extent.first_slot = e.at("first_atom_slot");
-  extent.payload = bytes(payload);
-  extent.row_stride = ids.size() * e.at("atom_bundle_bytes").get<uint64_t>();
-  extent.expert_ids = ids;
-  extent.format_codes = codes;
-  extent.gate_suh = extent.up_suh = extent.down_svh = bytes(table);
+  const testing::QsrtVectorAtoms atoms(e);
+  ASSERT_TRUE(atoms.decoded());
   ASSERT_OK_AND_ASSIGN(const std::unique_ptr<TrellisSource> source,
-                       TrellisFromQsrt(extent));
+                       TrellisFromQsrt(atoms.extent()));
   ExpectRunsOn(source.get(), "atoms", 2);
 }
 

@@ -3,11 +3,11 @@
 
 #include <gtest/gtest.h>
 
-#include "absl/strings/escaping.h"
 #include "templates/formats/qsrt_extent.h"
 #include "templates/fused_moe/trellis_matrix.h"
 #include "tests/support/native_layer.h"
 #include "tests/support/status_matchers.h"
+#include "tests/templates/qsrt_vector_atoms.h"
 #include "tests/templates/test_data.h"
 
 namespace kiln {
@@ -71,34 +71,10 @@ TEST(QsrtVectorsTest, EveryMatrixOfTheExtentDecodesAsListed) {
     SCOPED_TRACE(path.string());
     const json file = ReadJson(path);
     const json& e = file.at("extent");
-    std::string payload;
-    ASSERT_TRUE(absl::Base64Unescape(e.at("payload_base64").get<std::string>(),
-                                     &payload));
-    std::vector<int64_t> ids, codes;
-    for (const json& expert : e.at("experts")) {
-      ids.push_back(expert.at("expert_id"));
-      codes.push_back(expert.at("format_code"));
-    }
-    const int64_t hidden = e.at("H");
-    // The file has no tables of the hidden side: ones.
-    std::string table;
-    for (int64_t i = 0; i < hidden; ++i) table += std::string("\0\x3C", 2);
-    const auto bytes = [](const std::string& text) {
-      return std::span<const uint8_t>(
-          reinterpret_cast<const uint8_t*>(text.data()), text.size());
-    };
-    QsrtExtent extent;
-    extent.hidden = hidden;
-    extent.atom_slots = e.at("atom_slots");
-    extent.experts_per_layer = e.at("experts_per_layer");
-    extent.rotation_multiplier = e.at("rotation_multiplier");
-    extent.layer = e.at("layer_index");
-    extent.first_slot = e.at("first_atom_slot");
-    extent.payload = bytes(payload);
-    extent.row_stride = ids.size() * e.at("atom_bundle_bytes").get<uint64_t>();
-    extent.expert_ids = ids;
-    extent.format_codes = codes;
-    extent.gate_suh = extent.up_suh = extent.down_svh = bytes(table);
+    const testing::QsrtVectorAtoms atoms(e);
+    ASSERT_TRUE(atoms.decoded());
+    const QsrtExtent& extent = atoms.extent();
+    const std::vector<int64_t>& ids = atoms.ids();
     ASSERT_OK_AND_ASSIGN(const std::unique_ptr<TrellisSource> source,
                          TrellisFromQsrt(extent));
     const std::string words[] = {
